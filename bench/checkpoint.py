@@ -1,12 +1,14 @@
-"""Saving and resuming about 1 GB on local ranks, beside a raw write and read of the same bytes and torch's DCP.
+"""Time saving and resuming about 1 GB on local ranks, against raw I/O of the same bytes and torch's DCP.
 
     python -m bench.checkpoint                                    # fsdp=2, tp=2 and fsdp=2 x tp=2 x ep=2
     python -m bench.checkpoint --layouts fsdp2 --rounds 9
 
-A Qwen3 of 64 million parameters (experts where there is ep): weights in bfloat16, masters and both moments in float32.
-All sides take turns in the same processes, one thread a rank; times are medians of the slower rank, and every side ends
-with its bytes on the disk. Raw: each rank writes as many bytes as ours into a file of its own, then fsync; it reads
-them into new memory. Copy and exchange: what a save that does not wait must do before it returns.
+The model is a Qwen3 of 64 million parameters (with experts where the mesh has ep): weights in bfloat16, masters and
+optimizer state in float32. All contenders take turns in the same processes with one thread per rank. Times are medians
+of the slower rank, and every write ends with its bytes on the disk (fsync).
+
+- raw: each rank writes as many bytes as `mw.save` does into its own file, and reads them back into new memory.
+- copy, exchange: what a save with `wait=False` must do before it returns.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
-# On which mesh what is resumed was saved: `resume, other mesh`.
+# The mesh of the checkpoint that `resume, other mesh` reads.
 OTHER = {"fsdp2": {"tp": 2}, "tp2": {"fsdp": 2}, "fsdp2+tp2+ep2": {"fsdp": 2, "ep": 2}}
 
 
@@ -59,7 +61,7 @@ def save_on(config: Path, mesh: dict[str, int], at: Path) -> None:
 
 
 def engine_on(config: Path, mesh: dict[str, int]) -> mw.Engine:
-    """One that has trained a step: its moments are there."""
+    """Return an engine that has trained one step, so that it has optimizer state to save."""
     model = mw.init(config, mw.Mesh(**mesh, device="cpu"))
     engine = mw.Engine(model, lr=1e-3)
     engine.step([mw.pack([list(range(63))], length=64)])
@@ -97,7 +99,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """How much memory a call takes at most, above what was there before."""
+    """Return the peak memory of a call, above what the process had before. Writing 5 to clear_refs resets VmHWM."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     act()
@@ -111,17 +113,17 @@ def _status(name: str) -> int:
 
 def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str, list[float]]:
     engine = engine_on(config, mesh)
-    rank, found = dist.get_rank(), dict[str, list[float]]()
-    mine = at / f"raw-{rank}"
+    rank, results = dist.get_rank(), dict[str, list[float]]()
+    own_file = at / f"raw-{rank}"
     state = {f"{rank}.{number}": tensor for number, tensor in enumerate(pieces(engine))}
 
     folder = at / "now"
 
     def note(name: str, act: Callable[[], object]) -> None:
-        found.setdefault(name, []).append(timed(act))
+        results.setdefault(name, []).append(timed(act))
 
     def writes(name: str, act: Callable[[], object]) -> None:
-        """Into a new folder, on a disk that has nothing else to write."""
+        """Time a write into a new folder, after the disk has written everything else."""
         if rank == 0:
             folder.mkdir()
             os.sync()
@@ -131,9 +133,9 @@ def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str
         if rank == 0:
             shutil.rmtree(folder)
 
-    found["bytes"] = [float(sum(tensor.numel() * tensor.element_size() for tensor in state.values()))]
-    found["peak bytes of a save"] = [float(peak_bytes(lambda: mw.save(engine, at / "ours")))]
-    raw_write(list(state.values()), mine)
+    results["bytes"] = [float(sum(tensor.numel() * tensor.element_size() for tensor in state.values()))]
+    results["peak bytes of a save"] = [float(peak_bytes(lambda: mw.save(engine, at / "ours")))]
+    raw_write(list(state.values()), own_file)
     for _ in range(rounds):
         writes("raw write", lambda: raw_write(list(state.values()), folder / str(rank)))
         writes("save", lambda: mw.save(engine, folder))
@@ -142,14 +144,14 @@ def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str
         note("copy", lambda: [tensor.clone() for tensor in (*engine.model.stored().values(), *_moments(engine))])
         note("exchange", lambda: exchange(engine))
         writes("save, blocked", lambda: mw.save(engine, folder, wait=False))
-        note("raw read", lambda: raw_read(mine))
+        note("raw read", lambda: raw_read(own_file))
         note("resume", lambda: mw.resume(engine, at / "ours"))
         note("resume, other mesh", lambda: mw.resume(engine, at / "other"))
-    return found
+    return results
 
 
 def exchange(engine: mw.Engine) -> None:
-    """The rows that tp cuts into strips, as a save sends them within tp. It writes nothing."""
+    """Exchange the rows that tp cuts into column strips, as a save does before it writes them."""
     model, moments = engine.model, engine.optimizer.state
     first, second = ({name: both[at] for name, both in moments.items()} for at in (0, 1))
     for values in (model.stored(), first, second):
@@ -157,7 +159,7 @@ def exchange(engine: mw.Engine) -> None:
 
 
 def save_consolidated(engine: mw.Engine, folder: Path) -> None:
-    """The same tensors as files that others read, by torch's own way: shards first, which are then put together."""
+    """Save the same tensors as Hugging Face files with DCP: sharded files first, then consolidated."""
     planes = {name: keys for name, keys in engine.state_dict().items() if name != "counters"}
     flat = {f"{plane}.{key}": tensor for plane, keys in planes.items() for key, tensor in keys.items()}
     files = {name: 1 + list(planes).index(name.split(".")[0]) for name in flat}
@@ -175,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write; its disk is what is measured")
+    parser.add_argument("--folder", type=Path, help="where to write; this disk is measured")
     options = parser.parse_args()
     for layout in options.layouts:
         config, mesh = LAYOUTS[layout]
@@ -189,10 +191,10 @@ def main() -> None:
 
 def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
     names = list(ranks[0])
-    median = {name: statistics.median(map(max, zip(*(found[name] for found in ranks), strict=True))) for name in names}
+    median = {name: statistics.median(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in names}
     median["copy + exchange"] = median["copy"] + median["exchange"]
     for name, value in median.items():
-        beside = {
+        reference = {
             "save": "raw write",
             "dcp save": "raw write",
             "resume": "raw read",
@@ -200,7 +202,7 @@ def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
             "dcp hf save": "raw write",
             "save, blocked": "copy + exchange",
         }.get(name)
-        ratio = f"  {median[beside] / value:.2f} of {beside}" if beside else ""
+        ratio = f"  {median[reference] / value:.2f} of {reference}" if reference else ""
         print(f"{layout:14} {name:16} {value / 1e6 if value > 1000 else value:8.3f}{ratio}")
 
 

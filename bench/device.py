@@ -1,15 +1,16 @@
-"""A step on one GPU, ours beside transformers, of models as large as those that are trained, and what the plan says.
+"""Time a step on one GPU, against transformers, at realistic model sizes, and compare memory with the plan.
 
     python -m bench.device                                        # all models: steps, and memory
     python -m bench.device --models qwen3-1.7b --kinds none fp8
-    python -m bench.device --models qwen3-1.7b --profile          # which kernels take the time, too
-    python -m bench.device --agreement                            # gradients alone
+    python -m bench.device --models qwen3-1.7b --profile          # also list the slowest kernels
+    python -m bench.device --agreement                            # compare gradients only
 
-Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.MemoryOptions`, or fp8
-(by default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16. transformers has all
-in bfloat16, with torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is
-on the device at a time.
-Agreement: each gradient in float32 beside that of transformers, as a share of its norm.
+A step has two documents of 4096 tokens. Weights are random, in the published sizes. A kind is one of `mw.MemoryOptions`
+or fp8 (default: none, full and fp8). Meshwright has float32 parameters and optimizer state, and matmuls in bfloat16.
+transformers has everything in bfloat16, with torch's fused AdamW and scaled_dot_product_attention. Seconds are medians
+of 5 steps. Only one of the two is on the device at a time.
+
+`--agreement`: the distance of each float32 gradient from that of transformers, relative to its norm.
 """
 
 from __future__ import annotations
@@ -95,23 +96,23 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def planned(model: mw.Model, memory: mw.MemoryOptions) -> tuple[float, float]:
-    """(GB on the device, GB of activations among them) by the plan."""
+    """Return the planned GB on the device, and the GB of activations among them."""
     need = model.need()
-    passing = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, memory, "cuda")
-    parts = {s.what: s.num_bytes for s in Need(need.spec, need.axes, need.held, passing).stored(0)}
+    work = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, memory, "cuda")
+    parts = {s.what: s.num_bytes for s in Need(need.spec, need.axes, need.held, work).stored(0)}
     return sum(parts.values()) / 1e9, parts.get(ACTIVATIONS, 0) / 1e9
 
 
 def synchronised(step: Callable[[], object]) -> Counter[str]:
-    """Where the host waited for the device, as torch notes it."""
-    with warnings.catch_warnings(record=True) as told:
+    """Count where the host waited for the device, by file and line. torch warns at each such wait."""
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in told if "called a synchronizing" in str(w.message))
+    return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in warned if "called a synchronizing" in str(w.message))
 
 
 def profiled(step: Callable[[], object]) -> None:
@@ -121,10 +122,10 @@ def profiled(step: Callable[[], object]) -> None:
         step()
         torch.cuda.synchronize()
         took = time.perf_counter() - began
-    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-    busy = sum(e.self_device_time_total for e in found) / 1e6
+    kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    busy = sum(e.self_device_time_total for e in kernels) / 1e6
     print(f"  the device was busy for {busy:.3f} of {took:.3f} s (with the profiler)")
-    for e in found[:22]:
+    for e in kernels[:22]:
         print(f"    {e.self_device_time_total / 1e3:8.1f} ms {e.count:6d} x {e.key[:110]}")
 
 
@@ -148,16 +149,16 @@ def ours(directory: Path, name: str, kind: str, profile: bool) -> str:
     waits = synchronised(lambda: engine.step(batches))
     if profile:
         profiled(lambda: engine.step(batches))
-    due, passing = planned(model, options.get("memory", mw.MemoryOptions()))
+    planned_gb, activations_gb = planned(model, options.get("memory", mw.MemoryOptions()))
     print(f"  first step {first:.1f} s, loss {loss:.4f}, waits for the device {dict(waits)}", flush=True)
     return (
         f"| {name} | meshwright, {kind} | {halves:.3f} | {whole:.3f} | {DOCUMENTS * TOKENS / whole:,.0f} "
-        f"| {flops(directory) / whole / 1e12:.0f} | {peak:.2f} | {due:.2f} ({passing:.2f}) |"
+        f"| {flops(directory) / whole / 1e12:.0f} | {peak:.2f} | {planned_gb:.2f} ({activations_gb:.2f}) |"
     )
 
 
 def flops(directory: Path) -> float:
-    """Of the matrix products of forward and backward, and of the half of attention's that a causal mask leaves."""
+    """Return the FLOPs of all matmuls of a step: 6 per used parameter and token, and half of attention's (causal)."""
     config = json.loads((directory / "config.json").read_text())
     table, used = Blueprint.of(config).table, 0.0
     for p in table:
@@ -171,7 +172,7 @@ def flops(directory: Path) -> float:
     return DOCUMENTS * TOKENS * (6 * used + attention)
 
 
-def theirs(directory: Path, name: str, profile: bool, **options: Any) -> str:
+def peer(directory: Path, name: str, profile: bool, **options: Any) -> str:
     forget()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **options).cuda()
     ids = torch.tensor(documents(model.config.vocab_size), device="cuda")
@@ -207,9 +208,9 @@ def theirs(directory: Path, name: str, profile: bool, **options: Any) -> str:
 
 
 def agreement(directory: Path, name: str) -> str:
-    """Every gradient of 512 tokens, in float32 beside transformers; and in bfloat16, both beside that of float32."""
+    """Compare every gradient of 512 tokens with that of transformers in float32: ours in float32, both in bfloat16."""
 
-    def of_theirs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def of_peer(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         forget()
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).cuda()
         ids = torch.tensor(documents(model.config.vocab_size, 256), device="cuda")
@@ -223,25 +224,25 @@ def agreement(directory: Path, name: str) -> str:
         engine.backward([mw.pack(documents(model.blueprint.vocab, 256))])
         return {k: g.float().cpu() for k, g in mw.gather(model, "grad").items()}
 
-    due, found = of_theirs(torch.float32), of_ours(torch.float32)
-    same, low, theirs_low = (
-        _distances(each, due) for each in (found, of_ours(torch.bfloat16), of_theirs(torch.bfloat16))
+    expected, result = of_peer(torch.float32), of_ours(torch.float32)
+    same, low, peer_low = (
+        _distances(each, expected) for each in (result, of_ours(torch.bfloat16), of_peer(torch.bfloat16))
     )
-    told = [f"{max(each.values()):.1e} ({statistics.median(each.values()):.1e})" for each in (same, low, theirs_low)]
+    cells = [f"{max(each.values()):.1e} ({statistics.median(each.values()):.1e})" for each in (same, low, peer_low)]
     worst = max(same, key=lambda key: same[key])
-    return f"| {name} | {len(same)} of {len(due)} | {told[0]} {worst} | {told[1]} | {told[2]} |"
+    return f"| {name} | {len(same)} of {len(expected)} | {cells[0]} {worst} | {cells[1]} | {cells[2]} |"
 
 
-def _distances(found: Mapping[str, torch.Tensor], due: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    return {k: float((found[k] - due[k]).norm() / due[k].norm()) for k in due.keys() & found.keys()}
+def _distances(result: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    return {k: float((result[k] - expected[k]).norm() / expected[k].norm()) for k in expected.keys() & result.keys()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=["none", "full", "fp8"])
-    parser.add_argument("--profile", action="store_true", help="say which kernels take the time")
-    parser.add_argument("--agreement", action="store_true", help="compare gradients, and time nothing")
+    parser.add_argument("--profile", action="store_true", help="list the slowest kernels")
+    parser.add_argument("--agreement", action="store_true", help="compare gradients instead of timing")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}", f"transformers {transformers.__version__}",
@@ -258,7 +259,7 @@ HEADER = [
     "|---|---|---|---|---|---|---|---|",
 ]
 AGREEMENT = [
-    "| model | gradients | ours in float32: worst (median) | ours in bfloat16 | theirs in bfloat16 |",
+    "| model | gradients | ours in float32: worst (median) | ours in bfloat16 | transformers in bfloat16 |",
     "|---|---|---|---|---|",
 ]
 
@@ -267,16 +268,16 @@ def measured(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     (folder / "config.json").write_text(json.dumps({**MODELS[name], "dtype": "bfloat16"}))
     mw.export(mw.init(folder, mw.Mesh(device="cuda")), directory := folder / "m")
     if options.agreement:
-        return told(agreement, directory, name)
-    rows = [row for kind in options.kinds for row in told(ours, directory, name, kind, options.profile)]
-    return rows if options.no_peer else rows + told(theirs, directory, name, options.profile)
+        return reported(agreement, directory, name)
+    rows = [row for kind in options.kinds for row in reported(ours, directory, name, kind, options.profile)]
+    return rows if options.no_peer else rows + reported(peer, directory, name, options.profile)
 
 
-def told(measure: Callable[..., str], *args: Any) -> list[str]:
-    """Its row; or nothing where it fails, and takes no other with it."""
+def reported(measure: Callable[..., str], *args: Any) -> list[str]:
+    """Print and return the row of a measurement. A failure prints its traceback and does not stop the others."""
     try:
         row = measure(*args)
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - any failure
         print("FAILED", measure.__name__, *args[1:], traceback.format_exc(limit=-6), flush=True)
         return []
     print(row, flush=True)

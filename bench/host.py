@@ -1,10 +1,11 @@
-"""Host time: what a rank does between the operations of a step, measured where arithmetic is nearly nothing.
+"""Measure host time: what a rank does between the operations of a step, on a model with almost no arithmetic.
 
     python -m bench.host                  # one process: forward and backward a layer, the update a parameter
     python -m bench.host --rounds 20
 
-Layers are real in number and narrow: 16 features, 32 tokens. So nearly all of the time is Python, dispatch and
-autograd, which a GPU would have to wait for. CPU time of one thread; medians of rounds that alternate between kinds.
+The model has as many layers as a real one, but only 16 features and 32 tokens. So nearly all of the time is Python,
+dispatch and autograd, which a GPU would have to wait for. Times are CPU time of one thread, medians of rounds that
+alternate between kinds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KINDS = {
 
 
 class Timed:
-    """The two halves of a step, in milliseconds."""
+    """An engine, and the milliseconds of backward and of the update in each of its steps."""
 
     def __init__(self, recipe: Path, memory: mw.MemoryOptions) -> None:
         self.engine = mw.Engine(mw.init(recipe, mw.Mesh(device="cpu"), memory=memory, dtype=torch.float32), lr=1e-3)

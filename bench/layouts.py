@@ -1,16 +1,18 @@
-"""Forward + backward on 2 local ranks, ours and a peer's, alternating in one run.
+"""Time forward + backward on 2 local ranks for each kind of parallelism, against a peer, alternating in one run.
 
     python -m bench.layouts                          # tp, fsdp, fsdp x ep, sums once a step, cp and pp
     python -m bench.layouts --layouts fsdp2 --rounds 9 --append
 
-The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp and cp both ranks have the same
-1024 tokens, under fsdp each its own; a pipeline has 8 micro-batches of 256 (bench/pipelines.py has all schedules), and
-fsdp2x4 has 4 of them, after which a step of ours must have sent what the bill says. All sides live in the same
-processes and take turns; gradients are complete after each turn, there is no optimizer. Times are medians, of the
-slower rank. Collectives and bytes (the larger side of each) are counted in a turn of its own.
-The peer is transformers' `DistributedConfig`, and for pp torch's own Schedule1F1B; cp has none here, so its second side
-is what one process would do: all tokens on both ranks.
-transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
+The models are those of bench/step.py, 8 layers, in float32, one thread per rank. Under tp and cp both ranks have the
+same 1024 tokens, under fsdp each has its own. A pipeline has 8 micro-batches of 256 (bench/pipelines.py has all
+schedules). fsdp2x4 has 4 micro-batches, and checks that a step of Meshwright sends the bytes of its bill. All
+contenders live in the same processes and take turns. Gradients are complete after each turn; there is no optimizer.
+Times are medians of the slower rank. Collectives and their bytes (the larger of sent and received) are counted in a
+separate turn.
+
+The peer is transformers' `DistributedConfig`, for pp torch's own Schedule1F1B. cp has no peer, so it is compared with
+what one process would do: all tokens on both ranks.
+transformers needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def ours(directory: Path, mesh: dict[str, int], memory: mw.MemoryOptions = mw.Me
     return our_step(model, repeat(document(1 + model.mesh.data_rank)))
 
 
-def theirs(directory: Path, mesh: dict[str, int]) -> Step:
+def peer(directory: Path, mesh: dict[str, int]) -> Step:
     config = DistributedConfig(**{f"{axis}_size": size for axis, size in mesh.items()})
     kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
@@ -56,7 +58,7 @@ def theirs(directory: Path, mesh: dict[str, int]) -> Step:
 
 
 def whole(directory: Path, _: dict[str, int]) -> Step:
-    """Each rank has a copy, and all tokens."""
+    """Run without cp: each rank has the whole model and all tokens."""
     return ours(directory, {"replicate": 2})
 
 
@@ -65,10 +67,10 @@ def in_batches(memory: mw.MemoryOptions, directory: Path, mesh: dict[str, int]) 
     engine, batches = mw.Engine(model, lr=0.0), [mw.pack([part]) for part in quarters(model.mesh.data_rank)]
     with Recorder() as recorder:
         engine.step(batches)
-    paid = sum(seen.num_bytes for seen in recorder.seen if len(seen.ranks) > 1)
-    due = sum(charge.count * charge.num_bytes for charge in step_bill(model, TOKENS // 4, 4))
-    if paid != due:
-        raise RuntimeError(f"a step sent {paid} bytes, the bill says {due}")
+    sent = sum(seen.num_bytes for seen in recorder.collectives if len(seen.ranks) > 1)
+    billed = sum(charge.count * charge.num_bytes for charge in step_bill(model, TOKENS // 4, 4))
+    if sent != billed:
+        raise RuntimeError(f"a step sent {sent} bytes, the bill says {billed}")
 
     def step() -> float:
         loss = engine.backward(batches)
@@ -110,14 +112,14 @@ def torch_pipeline(directory: Path, mesh: dict[str, int]) -> Step:
 
 
 Sides = dict[str, Callable[[Path, dict[str, int]], Step]]
-HF: Sides = {"meshwright": ours, "transformers": theirs}
+HF: Sides = {"meshwright": ours, "transformers": peer}
 LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "tp2": ("qwen3", {"tp": 2}, HF),
     "fsdp2": ("qwen3", {"fsdp": 2}, HF),
     "fsdp2+ep2": (
         "qwen3_moe", {"fsdp": 2, "ep": 2},
         {"meshwright": ours, "meshwright, tokens once": partial(ours, memory=mw.MemoryOptions(token_once=True)),
-         "transformers": theirs},
+         "transformers": peer},
     ),
     "fsdp2x4": (
         "qwen3", {"fsdp": 2},
@@ -135,25 +137,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
 
 
 def turns(directory: Path, layout: str, rounds: int) -> dict[str, Any]:
-    """On one rank: the times, and what was counted, of all sides."""
+    """Run all contenders in turn on this rank. Return their losses, collectives and seconds."""
     dist.init_process_group("gloo")
     _, mesh, sides = LAYOUTS[layout]
     steps = {name: begin(directory, mesh) for name, begin in sides.items()}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, step in steps.items():
         loss = step()
         with Recorder() as recorder:
             step()
-        seen = [s for s in recorder.seen if len(s.ranks) > 1]
+        seen = [s for s in recorder.collectives if len(s.ranks) > 1]
         kinds = {op: sum(s.op == op for s in seen) for op in sorted({s.op for s in seen})}
-        found[name] = {"loss": loss, "kinds": kinds, "bytes": sum(s.num_bytes for s in seen), "seconds": []}
+        results[name] = {"loss": loss, "kinds": kinds, "bytes": sum(s.num_bytes for s in seen), "seconds": []}
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
             began = time.perf_counter()
             step()
-            found[name]["seconds"].append(time.perf_counter() - began)
-    return found
+            results[name]["seconds"].append(time.perf_counter() - began)
+    return results
 
 
 def compare(layout: str, rounds: int) -> list[str]:
@@ -174,11 +176,11 @@ def ratio(above: list[float], below: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def row(what: str, name: str, found: dict[str, Any], seconds: list[float]) -> str:
-    kinds = ", ".join(f"{count} {op}" for op, count in found["kinds"].items())
+def row(what: str, name: str, result: dict[str, Any], seconds: list[float]) -> str:
+    kinds = ", ".join(f"{count} {op}" for op, count in result["kinds"].items())
     return (
         f"| {what} | {name} | {statistics.median(seconds):.3f} ({min(seconds):.3f}-{max(seconds):.3f}) "
-        f"| {sum(found['kinds'].values())}: {kinds} | {found['bytes'] / 1e6:.1f} | {found['loss']:.5f} |"
+        f"| {sum(result['kinds'].values())}: {kinds} | {result['bytes'] / 1e6:.1f} | {result['loss']:.5f} |"
     )
 
 

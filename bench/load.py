@@ -1,14 +1,14 @@
-"""Loading on 2 ranks: ours, transformers' and a bare read, alternating in one run, files in the page cache.
+"""Time loading on 2 ranks against transformers and a bare read, alternating in one run, with files in the page cache.
 
     python -m bench.load                          # a mixture of experts with a key per matrix, and a dense model
     python -m bench.load --models moe --rounds 5 --append
 
-Both models have about 300 million parameters, 600 MB in bfloat16; parameters become float32 on both sides. Every
-measurement is of 2 freshly forked processes. Times are of the slower rank, from the call until its shards are filled;
-memory is the peak above what the process had before. A mapped file counts as memory while it is mapped: that is part
-of transformers' peak and could be taken back by the system. The bare read is each rank's half of the file through a
-buffer of 4 MiB, and nothing done with it.
-transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
+Both models have about 300 million parameters, 600 MB in bfloat16; both libraries make them float32. Every measurement
+uses 2 freshly forked processes. Times are those of the slower rank, from the call until its shards are filled; memory
+is the peak above what the process had before. A mapped file counts as memory while it is mapped. That is part of
+transformers' peak, and the system could reclaim it. The bare read takes each rank's half of the file through a buffer
+of 4 MiB and drops it.
+transformers needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Result = dict[str, float]
 
 
 def make(at: Path, config: dict[str, Any]) -> int:
-    """Write a model of repeated noise, keys sorted by name as on the hub; its number of keys."""
+    """Write a model of repeated noise, with keys sorted by name as on the hub. Return the number of keys."""
     (at / "config.json").write_text(json.dumps(config))
     _, table = models.describe(config, models.prefix_of(config, None), "lm")
     keys = sorted(weights.of_table(table, torch.bfloat16).keys.values(), key=lambda k: k.name)
@@ -72,7 +72,7 @@ def ours(directory: Path, mesh: dict[str, int]) -> Result:
     return {"bytes": model.bytes_read, "pieces": sum(t.nbytes for t in model.stored().values())}
 
 
-def theirs(directory: Path, mesh: dict[str, int]) -> Result:
+def peer(directory: Path, mesh: dict[str, int]) -> Result:
     config = DistributedConfig(**{f"{axis}_size": size for axis, size in mesh.items()})
     kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
@@ -81,7 +81,7 @@ def theirs(directory: Path, mesh: dict[str, int]) -> Result:
 
 
 def bare(directory: Path, _: dict[str, int]) -> Result:
-    """The floor: this rank's half of the file, read and dropped."""
+    """Read this rank's half of the file and drop it: the lower bound of loading."""
     path = directory / "model.safetensors"
     half, buffer = path.stat().st_size // RANKS, memoryview(bytearray(4 << 20))
     fd, at, left = os.open(path, os.O_RDONLY), dist.get_rank() * half, half
@@ -92,11 +92,11 @@ def bare(directory: Path, _: dict[str, int]) -> Result:
     return {"bytes": half, "pieces": 0}
 
 
-SIDES: dict[str, Callable[[Path, dict[str, int]], Result]] = {"meshwright": ours, "transformers": theirs, "read": bare}
+SIDES: dict[str, Callable[[Path, dict[str, int]], Result]] = {"meshwright": ours, "transformers": peer, "read": bare}
 
 
 def memory(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """Return a memory field of this process's status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -108,10 +108,10 @@ def rank_of(rank: int, port: int, side: str, directory: Path, mesh: dict[str, in
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, began = memory("VmRSS"), time.perf_counter()
-    found = SIDES[side](directory, mesh)
-    results.put({**found, "seconds": time.perf_counter() - began, "peak": memory("VmHWM") - before})
+    result = SIDES[side](directory, mesh)
+    results.put({**result, "seconds": time.perf_counter() - began, "peak": memory("VmHWM") - before})
     dist.barrier()
     results.close()
     results.join_thread()
@@ -119,7 +119,7 @@ def rank_of(rank: int, port: int, side: str, directory: Path, mesh: dict[str, in
 
 
 def measure(side: str, directory: Path, mesh: dict[str, int]) -> Result:
-    """The worse of the two ranks in everything."""
+    """Measure one side in new processes. Return the worse of the two ranks in each figure."""
     fork = multiprocessing.get_context("fork")
     results: Any = fork.Queue()
     with socket.socket() as s:
@@ -128,23 +128,25 @@ def measure(side: str, directory: Path, mesh: dict[str, int]) -> Result:
     ranks = [fork.Process(target=rank_of, args=(r, port, side, directory, mesh, results)) for r in range(RANKS)]
     for process in ranks:
         process.start()
-    found: list[Result] = []
-    while len(found) < RANKS:
+    per_rank: list[Result] = []
+    while len(per_rank) < RANKS:
         try:
-            found.append(results.get(timeout=1))
+            per_rank.append(results.get(timeout=1))
         except queue.Empty:
             for rank, process in enumerate(ranks):
                 if process.exitcode:
                     raise SystemExit((directory / f"rank{rank}.log").read_text()) from None
     for process in ranks:
         process.join()
-    return {"over": max(f["peak"] - f["pieces"] for f in found)} | {k: max(f[k] for f in found) for k in found[0]}
+    return {"over": max(f["peak"] - f["pieces"] for f in per_rank)} | {
+        k: max(f[k] for f in per_rank) for k in per_rank[0]
+    }
 
 
 def compare(name: str, mesh: dict[str, int], directory: Path, rounds: int) -> list[str]:
     runs: dict[str, list[Result]] = {side: [] for side in SIDES}
     for side in SIDES:
-        measure(side, directory, mesh)  # the page cache is warm from here
+        measure(side, directory, mesh)  # warms the page cache
     for _ in range(rounds):
         for side in SIDES:
             runs[side].append(measure(side, directory, mesh))

@@ -1,10 +1,10 @@
-"""The most memory that a step takes: as `meshwright plan` says, and as torch's profiler counts it on a CPU.
+"""Compare the peak memory of a step that `meshwright plan` computes with what torch's profiler counts on a CPU.
 
     python -m bench.memory                                   # the models of bench.step, on one process and on meshes
     python -m bench.memory --models qwen3 --meshes fsdp=2 --dtypes float32 --recompute full
 
-Both are of two micro-batches, of the rank that takes most, and without parameters and moments, which are there before.
-`of it activations`: what the plan says of these alone. `--append` adds the table to bench/results.md.
+Both are for two micro-batches, on the rank that needs most, without parameters and optimizer state, which exist before.
+`of it activations` is the planned part for activations. `--append` adds the table to bench/results.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from meshwright.plan.requested import mesh_of
 from meshwright.recipe import Recipe
 from meshwright.verify.local_ranks import run_ranks
 
-BATCHES = 2  # the second finds gradients there
+BATCHES = 2  # the second has the gradients of the first in memory
 MESHES = ("", "fsdp=2", "tp=2", "cp=2", "fsdp=2,ep=2", "pp=2", "fsdp=2,tp=2")
 
 
-class Asked(NamedTuple):
+class Case(NamedTuple):
+    """A model, a mesh and options whose memory is measured."""
+
     config: Mapping[str, Any]
     sizes: Mapping[str, int]
     dtype: torch.dtype
@@ -47,13 +49,13 @@ class Asked(NamedTuple):
     num_batches: int = BATCHES
 
 
-def said(asked: Asked) -> dict[str, int]:
-    """By the plan, of the rank that takes most: bytes of each kind beside parameters and moments."""
-    axes, memory = Axes(**asked.sizes), asked.memory
-    blueprint = Blueprint.of(dict(asked.config), None, Recipe(memory=memory))
-    held = held_while_training(asked.dtype, frozenset(blueprint.table.params), offload=memory.offload)
-    passing = StepWork(asked.tokens, asked.num_batches, asked.dtype, memory, "cpu")
-    need = Need(blueprint.spec, axes, held, passing)
+def planned(case: Case) -> dict[str, int]:
+    """Return the planned bytes by kind on the rank that needs most, without parameters and optimizer state."""
+    axes, memory = Axes(**case.sizes), case.memory
+    blueprint = Blueprint.of(dict(case.config), None, Recipe(memory=memory))
+    held = held_while_training(case.dtype, frozenset(blueprint.table.params), offload=memory.offload)
+    work = StepWork(case.tokens, case.num_batches, case.dtype, memory, "cpu")
+    need = Need(blueprint.spec, axes, held, work)
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]
     for each in parts:
         for what in ("parameters", "moments"):
@@ -61,30 +63,33 @@ def said(asked: Asked) -> dict[str, int]:
     return max(parts, key=lambda each: sum(each.values()))
 
 
-def counted(asked: Asked) -> int:
-    """By torch, of the rank that takes most."""
+def counted(case: Case) -> int:
+    """Return the peak bytes that torch's profiler counts on the rank that needs most."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**asked.config, "dtype": "bfloat16"}))
-        return max(run_ranks(Axes(**asked.sizes).world, _of_rank, folder, asked, seconds=900))
+        (Path(folder) / "config.json").write_text(json.dumps({**case.config, "dtype": "bfloat16"}))
+        return max(run_ranks(Axes(**case.sizes).world, _of_rank, folder, case, seconds=900))
 
 
-def _of_rank(folder: str, asked: Asked) -> int:
-    model = mw.init(folder, mw.Mesh(**asked.sizes, device="cpu"), dtype=asked.dtype, memory=asked.memory)
+def _of_rank(folder: str, case: Case) -> int:
+    model = mw.init(folder, mw.Mesh(**case.sizes, device="cpu"), dtype=case.dtype, memory=case.memory)
     engine, vocab = mw.Engine(model, lr=1e-3), model.blueprint.vocab
     noise = torch.Generator().manual_seed(model.mesh.data_rank)
-    documents = torch.randint(vocab, (asked.num_batches, asked.tokens), generator=noise).tolist()
+    documents = torch.randint(vocab, (case.num_batches, case.tokens), generator=noise).tolist()
     batches = [mw.pack([document]) for document in documents]
     engine.backward(batches)  # kernels are chosen and FSDP is set up
     engine.discard()
-    with _freed_here(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _without_gloo(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine.backward(batches)
     return most_of(profiled)
 
 
 @contextmanager
-def _freed_here() -> Iterator[None]:
-    """The profiler looks at one thread alone, and would take what gloo's threads free for memory that is held for ever.
-    So within it sums and gathers make what they make without gloo, and rows are exchanged in another thread."""
+def _without_gloo() -> Iterator[None]:
+    """Replace collectives by local stand-ins that allocate the same tensors.
+
+    The profiler sees one thread only, and would count what gloo's threads free as held for ever. Rows of experts still
+    have to be exchanged, so that happens in a thread that the profiler does not see.
+    """
 
     def all_gather(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
         return x.repeat(size, *[1] * (x.dim() - 1))
@@ -106,7 +111,7 @@ def _freed_here() -> Iterator[None]:
 
     def swap(sent: Sequence[torch.Tensor], got: Sequence[torch.Tensor], *_: object) -> None:
         for part, to in zip(sent, got, strict=True):
-            if part.data_ptr() != to.data_ptr():  # its own is there already
+            if part.data_ptr() != to.data_ptr():  # its own part is in place already
                 to.copy_(part)
 
     real = collectives.start_all_to_all
@@ -118,7 +123,7 @@ def _freed_here() -> Iterator[None]:
 
 
 def most_of(profiled: profile) -> int:
-    """The most that was there at once of what was allocated while the profiler looked."""
+    """Return the peak of the memory that was allocated while the profiler ran."""
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -136,12 +141,12 @@ HEADER = (
 
 
 def row(name: str, mesh: str, dtype: torch.dtype, recompute: str) -> str:
-    asked = Asked(MODELS[name], mesh_of(mesh), dtype, mw.MemoryOptions(recompute=recompute), TOKENS)
-    parts, found = said(asked), counted(asked)
-    due, passing = sum(parts.values()), parts[ACTIVATIONS]
+    case = Case(MODELS[name], mesh_of(mesh), dtype, mw.MemoryOptions(recompute=recompute), TOKENS)
+    parts, counted_bytes = planned(case), counted(case)
+    planned_bytes, activations = sum(parts.values()), parts[ACTIVATIONS]
     return (
-        f"| {name} | {mesh or 'one'} | {str(dtype)[6:]} | {recompute} | {due / 1e6:.1f} | {passing / 1e6:.1f} "
-        f"| {found / 1e6:.1f} | {due / found:.3f} |"
+        f"| {name} | {mesh or 'one'} | {str(dtype)[6:]} | {recompute} | {planned_bytes / 1e6:.1f} "
+        f"| {activations / 1e6:.1f} | {counted_bytes / 1e6:.1f} | {planned_bytes / counted_bytes:.3f} |"
     )
 
 

@@ -1,14 +1,17 @@
-"""Schedules of a pipeline on 2 local ranks: seconds, and how long ranks wait beside what the schedule says.
+"""Time the pipeline schedules on 2 local ranks, and compare how long ranks wait with the bubble of the schedule.
 
     python -m bench.pipelines                        # Qwen3 of 8 layers on pp=2, 8 micro-batches
     python -m bench.pipelines --mesh pp=2,fsdp=2 --rounds 3 --append
-    python -m bench.pipelines --mesh cp=2            # one row: context parallelism, beside one process
+    python -m bench.pipelines --mesh cp=2            # one row: context parallelism, against one process
 
-Forward + backward of the model of bench/step.py in float32, one thread a rank, all sides in the same processes.
-"waited": the share of the time in which a rank used no CPU, on average. "on paper": the bubble of the schedule where
-stages cost the same, backward twice forward. "by cost": where they cost what their parameters say, as in `meshwright
-plan`: the head is 40 % of the work here, so no cut makes stages alike. torch's side runs its own Schedule1F1B over the
-same stages.
+Forward + backward of the model of bench/step.py in float32, one thread per rank, all contenders in the same processes.
+
+- waited: the average share of the time in which a rank used no CPU.
+- on paper: the bubble of the schedule if all stages cost the same, and backward twice as much as forward.
+- by cost: the bubble if stages cost what their parameters say, as in `meshwright plan`. The head is 40 % of the work of
+  this model, so no split balances the stages.
+
+torch runs its own Schedule1F1B over the same stages.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ SIDES: dict[str, mw.Pipeline] = {
     "zero bubble": mw.Pipeline("zero-bubble"),
     "V": mw.Pipeline("v"),
 }
-Found = dict[str, dict[str, Any]]
+Results = dict[str, dict[str, Any]]
 
 
 def batches(data_rank: int) -> list[mw.Batch]:
@@ -69,7 +72,7 @@ def side(directory: Path, mesh: mw.Mesh, pipeline: mw.Pipeline) -> Callable[[], 
 
 
 class Numbered(nn.Module):
-    """A stage for torch's schedules, which hand on activations and the number of a micro-batch."""
+    """A stage for torch's schedules, which pass activations on and the index of a micro-batch as a keyword."""
 
     def __init__(self, part: Any, data: list[mw.Batch]) -> None:
         super().__init__()
@@ -85,11 +88,11 @@ class Numbered(nn.Module):
 def torchs(directory: Path, mesh: mw.Mesh) -> Callable[[], float]:
     model, data = mw.load(directory, mesh, dtype=torch.float32), batches(mesh.data_rank)
     at, num = mesh.coords["pp"], mesh.axes.pp
-    kept = torch.empty(TOKENS, 512, device="meta", requires_grad=True)
-    out = torch.empty(TOKENS, device="meta", requires_grad=True) if at == num - 1 else kept
+    hidden = torch.empty(TOKENS, 512, device="meta", requires_grad=True)
+    out = torch.empty(TOKENS, device="meta", requires_grad=True) if at == num - 1 else hidden
     part = Numbered(model.parts[0], data)
     stage = PipelineStage(
-        part, at, num, mesh.device, group=mesh.process_group(("pp",)), input_args=() if at == 0 else (kept,),
+        part, at, num, mesh.device, group=mesh.process_group(("pp",)), input_args=() if at == 0 else (hidden,),
         output_args=out,
     )  # fmt: skip
     weight = sum(int(batch.num_targets) for batch in data)
@@ -109,28 +112,28 @@ def torchs(directory: Path, mesh: mw.Mesh) -> Callable[[], float]:
     return step
 
 
-def turns(directory: Path, sizes: dict[str, int], rounds: int) -> Found:
-    """On one rank: seconds and the share in which it waited, of every side."""
+def turns(directory: Path, sizes: dict[str, int], rounds: int) -> Results:
+    """Run all contenders in turn on this rank. Return their losses, seconds, and shares of waiting."""
     mesh = mw.Mesh(**sizes, device="cpu")
     sides = {name: side(directory, mesh, pipeline) for name, pipeline in (SIDES if mesh.axes.pp > 1 else {}).items()}
     if mesh.axes.pp == mesh.axes.world > 1:
         sides["torch's Schedule1F1B"] = torchs(directory, mesh)
     if mesh.axes.pp == 1:
         sides[str(mesh.axes)] = side(directory, mesh, mw.Pipeline())
-    found: Found = {name: {"loss": step(), "seconds": [], "waited": []} for name, step in sides.items()}
+    results: Results = {name: {"loss": step(), "seconds": [], "waited": []} for name, step in sides.items()}
     for _ in range(rounds):
         for name, step in sides.items():
             dist.barrier()
             began, used = time.perf_counter(), time.process_time()
             step()
             took = time.perf_counter() - began
-            found[name]["seconds"].append(took)
-            found[name]["waited"].append(max(0.0, 1 - (time.process_time() - used) / took))
-    return found
+            results[name]["seconds"].append(took)
+            results[name]["waited"].append(max(0.0, 1 - (time.process_time() - used) / took))
+    return results
 
 
 def on_paper(directory: Path, pipeline: mw.Pipeline, pp: int) -> tuple[float, float]:
-    """The bubble if stages cost the same, and if they cost what they multiply."""
+    """Return the bubble if all stages cost the same, and if they cost what their matmuls do."""
     from meshwright.blueprint import Blueprint
 
     blueprint = Blueprint.of(json.loads((directory / "config.json").read_text())).with_options(pipeline=pipeline)
@@ -160,8 +163,8 @@ def compare(sizes: dict[str, int], rounds: int) -> list[str]:
         waited = statistics.fmean(statistics.median(rank[name]["waited"]) for rank in ranks)
         loss = max(rank[name]["loss"] for rank in ranks)
         paper, by_cost = (f"{each:.1%}" for each in bubbles[name]) if name in bubbles else "--"
-        told = f"{statistics.median(seconds):.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
-        rows.append(f"| {name} | {told} | {waited:.1%} | {paper} | {by_cost} | {loss:.5f} |")
+        timing = f"{statistics.median(seconds):.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
+        rows.append(f"| {name} | {timing} | {waited:.1%} | {paper} | {by_cost} | {loss:.5f} |")
     return rows
 
 

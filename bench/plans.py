@@ -1,10 +1,10 @@
-"""What one rank plans of models that no laptop holds: saving and exporting Qwen3-235B-A22B as one of 1,024, and how
-often one of tp=8 reads to load Qwen3-8B.
+"""Time the planning of a rank for models that no laptop holds: saving and exporting Qwen3-235B-A22B as one of 1,024
+ranks, and the number of reads that load Qwen3-8B on tp=8.
 
     python -m bench.plans
 
-Nothing is written or read but headers: of every run of bytes its place is worked out, as a save does, and of every read
-its place is counted, as loading does. Medians of CPU seconds of 3 rounds, one thread.
+Only headers are written and read. Saving computes the place of every range of bytes; loading counts every read. Times
+are CPU seconds of one thread, medians of 3 rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WINDOW_BYTES = 16 << 20  # of rows that come by an exchange
 
 
 class Places(Files):
-    """Where each run of bytes would go."""
+    """Files that record the place of each range of bytes instead of writing it."""
 
     def __init__(self, keymap: KeyMap) -> None:
         super().__init__(Path(), keymap)
@@ -63,17 +63,17 @@ class Places(Files):
 
 
 def windows(blueprint: Blueprint, rank: int) -> Iterator[Piece]:
-    """What a rank writes, in the parts in which it gets it."""
+    """Yield what a rank writes, in the windows in which rows arrive from an exchange."""
     for param in blueprint.table:
-        mine = rows_to_write(param, blueprint.spec.rules, AXES, rank)
+        own_rows = rows_to_write(param, blueprint.spec.rules, AXES, rank)
         exchanged = column_axes(param, place(param, blueprint.spec.rules, AXES))
-        rows = max(1, WINDOW_BYTES // (param.matrix[1] * 4)) if exchanged else max(1, mine.hi - mine.lo)
-        for lo in range(mine.lo, mine.hi, rows):
-            yield replace(mine, lo=lo, hi=min(lo + rows, mine.hi))
+        rows = max(1, WINDOW_BYTES // (param.matrix[1] * 4)) if exchanged else max(1, own_rows.hi - own_rows.lo)
+        for lo in range(own_rows.lo, own_rows.hi, rows):
+            yield replace(own_rows, lo=lo, hi=min(lo + rows, own_rows.hi))
 
 
 def plan(blueprint: Blueprint, keymaps: list[KeyMap], rank: int) -> list[Places]:
-    """All that a rank works out before it writes, with the headers that it looks places up in."""
+    """Compute everything that a rank must know before it writes, headers included."""
     names = sorted(blueprint.table.params)
     for name in names[rank :: AXES.world]:
         check_rows_to_write(blueprint.table[name], blueprint.spec, AXES)
@@ -106,7 +106,7 @@ def timed(act: Callable[[Blueprint, int], list[Places]], blueprint: Blueprint, r
 
 
 class Counting(Reader):
-    """Counts reads and makes none."""
+    """A reader that counts reads and makes none."""
 
     num_reads = 0
 
@@ -115,7 +115,7 @@ class Counting(Reader):
 
 
 def reads(config: dict[str, Any], axes: Axes) -> str:
-    """Of rank 0, from files that have headers and nothing else."""
+    """Return the number of reads of rank 0, from files that have only headers."""
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder), Blueprint.of(config).keymap)
         blueprint = Blueprint.of(config, open_source(folder))

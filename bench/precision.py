@@ -1,10 +1,10 @@
-"""What bfloat16 costs a model: how far a run in it is from the same run in a wider dtype, on one process and on a mesh.
+"""Measure what bfloat16 costs a model: the distance from the same run in a wider dtype, in one process and on a mesh.
 
     python -m bench.precision path/to/Qwen3-0.6B --mesh fsdp=2,tp=2
     python -m bench.precision path/to/critic --head value --wide float32
 
-`meshwright verify` compares like with like, a dtype on a mesh with the same dtype on one process. Here one process in
-the wide dtype measures all runs. So the cost of precision is seen apart from the cost of the mesh.
+`meshwright verify` compares a dtype on a mesh with the same dtype in one process. This bench compares all runs with one
+process in the wide dtype, so it separates the cost of precision from that of the mesh.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from meshwright.recipe import Recipe
 from meshwright.verify import FULL, Options, Plan, plan, run_ranks
 from meshwright.verify.session import mesh_of, trial_of
 
-_WORST = 5  # parameters that are named
+_WORST = 5  # parameters to name
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run says in its first step. On rank 0 whole, elsewhere without gradients."""
+    """The results of a run's first step. Other ranks than 0 have no gradients."""
 
-    scores: Sequence[Tensor]  # of every micro-batch of data rank 0, without filler: [tokens, vocabulary], or values
+    scores: Sequence[Tensor]  # of every micro-batch of data rank 0, without padding: [tokens, vocabulary], or values
     loss: float
     norm: float
     grads: Mapping[str, Tensor]
@@ -42,7 +42,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Cost:
-    """How far a run is from the one that measures it."""
+    """The distance of a run from the reference."""
 
     mean_kl: float | None  # nats a token; None for a value head
     max_score: float  # of the log-probabilities of labels, or of values
@@ -52,7 +52,7 @@ class Cost:
 
 
 def measure(tried: Plan, dtype: str, source: Path, size: int) -> Snapshot:
-    """A run of one process, which takes the data of all ranks, or of the mesh."""
+    """Run one step: on the mesh, or in one process, which takes the data of all ranks."""
     trial = trial_of(tried, dtype, source)
     engine = trial.engine(Mesh(device="cpu") if size == 1 else mesh_of(tried))
     batches = trial.data(0)  # the same on all ranks, because all must run
@@ -61,43 +61,43 @@ def measure(tried: Plan, dtype: str, source: Path, size: int) -> Snapshot:
     return Snapshot(scores, loss, engine.norm(engine.model.grads()), gather(engine.model, "grad"))
 
 
-def cost_of(found: Snapshot, wide: Snapshot, batches: Sequence[Batch], head: str) -> Cost:
-    both = list(zip(found.scores, wide.scores, batches, strict=True))
+def cost_of(result: Snapshot, wide: Snapshot, batches: Sequence[Batch], head: str) -> Cost:
+    both = list(zip(result.scores, wide.scores, batches, strict=True))
     if head == "lm":
         divergence = torch.cat([_divergence(a, b) for a, b, _ in both])
         apart = torch.cat([_label_gap(a, b, batch.labels[: len(a)]) for a, b, batch in both])
     else:
         divergence, apart = None, torch.cat([(a.double() - b.double()).abs().flatten() for a, b, _ in both])
-    errors = {name: _error(found.grads[name], ref, wide.norm) for name, ref in wide.grads.items()}
+    errors = {name: _error(result.grads[name], ref, wide.norm) for name, ref in wide.grads.items()}
     worst = sorted(errors.items(), key=lambda item: -item[1])[:_WORST]
     return Cost(
         None if divergence is None else divergence.mean().item(), apart.max().item(),
-        _relative(found.loss, wide.loss), _relative(found.norm, wide.norm), worst,
+        _relative(result.loss, wide.loss), _relative(result.norm, wide.norm), worst,
     )  # fmt: skip
 
 
-def _divergence(found_TV: Tensor, wide_TV: Tensor) -> Tensor:
-    q_TV, p_TV = (x.double().log_softmax(-1) for x in (found_TV, wide_TV))
+def _divergence(result_TV: Tensor, wide_TV: Tensor) -> Tensor:
+    q_TV, p_TV = (x.double().log_softmax(-1) for x in (result_TV, wide_TV))
     return (p_TV.exp() * (p_TV - q_TV)).sum(-1)
 
 
-def _label_gap(found_TV: Tensor, wide_TV: Tensor, labels_T: Tensor) -> Tensor:
+def _label_gap(result_TV: Tensor, wide_TV: Tensor, labels_T: Tensor) -> Tensor:
     rows = (labels_T >= 0).nonzero().flatten()
-    found, wide = (x.double().log_softmax(-1)[rows, labels_T[rows]] for x in (found_TV, wide_TV))
-    return (found - wide).abs()
+    result, wide = (x.double().log_softmax(-1)[rows, labels_T[rows]] for x in (result_TV, wide_TV))
+    return (result - wide).abs()
 
 
-def _error(found: Tensor, wide: Tensor, norm: float) -> float:
-    floor = max(wide.double().norm().item(), 1e-6 * norm)  # a gradient that is nearly nothing is not judged by itself
-    return (found.double() - wide.double()).norm().item() / floor
+def _error(result: Tensor, wide: Tensor, norm: float) -> float:
+    floor = max(wide.double().norm().item(), 1e-6 * norm)  # a gradient near zero has no meaningful relative error
+    return (result.double() - wide.double()).norm().item() / floor
 
 
-def _relative(found: float, wide: float) -> float:
-    return abs(found - wide) / max(abs(wide), 1e-30)
+def _relative(result: float, wide: float) -> float:
+    return abs(result - wide) / max(abs(wide), 1e-30)
 
 
 def costs(tried: Plan, wide: str, source: Path) -> dict[str, Cost]:
-    """By what ran."""
+    """Return the cost of each run, by its description."""
     head, seconds = tried.options.recipe.head, tried.options.seconds
 
     def run(dtype: str, size: int) -> Snapshot:
@@ -110,9 +110,9 @@ def costs(tried: Plan, wide: str, source: Path) -> dict[str, Cost]:
     return {name: cost_of(run(*which), alone, batches, head) for name, which in runs.items()}
 
 
-def lines_of(found: Mapping[str, Cost]) -> list[list[str]]:
-    """A table: what, then a column a run."""
-    columns = list(found.values())
+def lines_of(cost_by_run: Mapping[str, Cost]) -> list[list[str]]:
+    """Return the lines of a table with a column per run."""
+    columns = list(cost_by_run.values())
     kl = [["mean KL, nats a token", *(f"{c.mean_kl:.1e}" for c in columns)]] if columns[0].mean_kl is not None else []
     score = "log-probability of a label" if kl else "value"
     return [
@@ -129,17 +129,19 @@ def lines_of(found: Mapping[str, Cost]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a Hugging Face directory or a hub id: its weights are taken as they are")
+    parser.add_argument("model", help="a Hugging Face directory or a hub id; its weights are used unchanged")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,...")
     parser.add_argument("--head", default="lm", choices=["lm", "value"])
-    parser.add_argument("--wide", default="float64", choices=["float64", "float32"], help="what measures (float64)")
+    parser.add_argument(
+        "--wide", default="float64", choices=["float64", "float32"], help="dtype of the reference (default float64)"
+    )
     options = parser.parse_args()
     asked = Options(Recipe(head=options.head), (options.wide, "bfloat16"), FULL)
     tried = plan(options.model, Axes(**sizes_of(options.mesh)), asked)
     with quiet():
-        found = costs(tried, options.wide, tried.directory)
-    print(" | ".join([f"against {options.wide}, one process", *found]))
-    for line in lines_of(found):
+        cost_by_run = costs(tried, options.wide, tried.directory)
+    print(" | ".join([f"against {options.wide}, one process", *cost_by_run]))
+    for line in lines_of(cost_by_run):
         print(" | ".join(line))
 
 

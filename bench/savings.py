@@ -1,11 +1,11 @@
-"""Measure what each of `mw.MemoryOptions`, and bfloat16 moments, saves and costs: 2 ranks of fsdp=2, in turn.
+"""Measure what each of `mw.MemoryOptions`, and bfloat16 optimizer state, saves and costs on 2 ranks of fsdp=2.
 
     python -m bench.savings                       # all of them
     python -m bench.savings --rounds 5 --append
 
-The model is the dense one of bench/step.py, in float32; a step is 2 micro-batches of 2048 tokens and an update. Each
-saving has processes of its own, which take turns: all of them once a round. The peak is of a rank during its steps, the
-bytes stored are those of the bill, the time is CPU seconds of a rank (other work on the cores does not count).
+The model is the dense one of bench/step.py, in float32. A step has 2 micro-batches of 2048 tokens and an update. Each
+option runs in new processes; a round runs all options once. The peak is that of a rank during its steps, the stored
+bytes come from the bill, and the time is CPU seconds of a rank, so that other work on the cores does not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRIED: dict[str, dict[str, Any]] = {
 
 
 def tried(directory: Path, options: dict[str, Any]) -> dict[str, float]:
-    """On one rank: after a first step, which compiles."""
+    """Measure one step on this rank, after a first step that compiles."""
     torch.set_num_threads(1)
     memory = dict(options)
     state = memory.pop("state", None)
@@ -71,22 +71,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in TRIED}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in TRIED}
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder)
         (recipe / "config.json").write_text(json.dumps({**MODELS["qwen3"], "dtype": "bfloat16"}))
         run_ranks(1, make, recipe, seconds=300)
         for _ in range(options.rounds):
             for name, what in TRIED.items():
-                found[name].append(max(run_ranks(2, tried, recipe / "m", what, seconds=900), key=lambda r: r["peak"]))
+                results[name].append(max(run_ranks(2, tried, recipe / "m", what, seconds=900), key=lambda r: r["peak"]))
     lines = [
         f"\n## Savings, {datetime.date.today()}\n",
         f"2 ranks of fsdp=2, {platform.machine()}, torch {torch.__version__}, Qwen3 57M in float32, {BATCHES} "
         f"micro-batches of {TOKENS} tokens and an update; medians of {options.rounds}. Stored and sent: the bill's.\n",
         "| saving | peak MB of a rank | stored MB | sent MB | CPU s | of none | loss |\n|---|---|---|---|---|---|---|",
     ]
-    plain = statistics.median(r["seconds"] for r in found["none"])
-    for name, runs in found.items():
+    plain = statistics.median(r["seconds"] for r in results["none"])
+    for name, runs in results.items():
         mid = {key: statistics.median(r[key] for r in runs) for key in runs[0]}
         lines.append(
             f"| `{name}` | {mid['peak']:.0f} | {mid['stored']:.0f} | {mid['sent']:.0f} | {mid['seconds']:.2f} "

@@ -1,10 +1,10 @@
-"""One rank of thousands, on a laptop: what it does before the first byte is read, and what a step does beside it.
+"""Time what one rank of thousands does on a laptop: loading before the first byte is read, and a step's bookkeeping.
 
     python -m bench.scale                       # Qwen3-235B and a Qwen3.5-397B, as one rank of 64 to 16,384
     python -m bench.scale --models 235B --ranks 1024
 
-Groups are torch's fake ones, files have headers and holes. Nothing is computed or sent. CPU seconds of one thread; each
-line is a process of its own.
+Process groups are torch's fake ones, and files have headers and holes. Nothing is computed or sent. Times are CPU
+seconds of one thread; each line runs in a new process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.testing._internal.distributed.fake_pg
 import meshwright as mw
 from bench.plans import QWEN3_235B
 from meshwright.blueprint import Blueprint
-from meshwright.engine.agreement import Data, Proposal, Told, warn_of_same_data, whole_step
+from meshwright.engine.agreement import Data, GatheredData, Proposal, warn_of_same_data, whole_step
 from meshwright.mesh import Memory
 from meshwright.weights import make_files
 
@@ -41,9 +41,9 @@ QWEN3_5_397B: dict[str, Any] = dict(
     linear_value_head_dim=128, linear_conv_kernel_dim=4, tie_word_embeddings=False, dtype="bfloat16",
     rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[11, 11, 10]),
 )  # fmt: skip
-ENOUGH = Memory(1 << 40, 1 << 40, shared=True)  # of memory that no tensor is written to
+ENOUGH = Memory(1 << 40, 1 << 40, shared=True)  # no tensor is written, so any size will do
 MODELS = {"235B": QWEN3_235B, "397B": QWEN3_5_397B}
-# tp of the second is the number of its kv heads: more ranks have copies of these
+# 397B has 2 kv heads: with more tp ranks, several have copies of a kv head
 MESHES = {
     "235B": {
         64: dict(fsdp=16, tp=4, ep=16), 1024: dict(fsdp=128, tp=8, ep=64),
@@ -58,7 +58,7 @@ MESHES = {
 
 @contextmanager
 def alone(rank: int, axes: dict[str, int]) -> Iterator[mw.Mesh]:
-    """The mesh of one rank, whose collectives return at once and with nothing."""
+    """Open the mesh of one rank. Its collectives return at once, without data."""
     world = torch.tensor([size for axis, size in axes.items() if axis != "ep"]).prod().item()
     dist.init_process_group("fake", rank=rank, world_size=int(world), store=torch._C._distributed_c10d.HashStore())
     with (
@@ -74,11 +74,11 @@ def seconds(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - begun, done
 
 
-def told_by(mesh: mw.Mesh) -> Told:
-    """As after the agreement on a step in which all ranks bring equally much."""
+def gathered_by(mesh: mw.Mesh) -> GatheredData:
+    """Return what ranks gather before a step, if all bring equally many tokens."""
     row = [1.0, 8000, 2, 8192, 16000, 7, 0]
     ranks = mesh.ranks_over(mw.axes.DENSE)
-    return Told(torch.tensor([row], dtype=torch.float64).repeat(len(ranks), 1), mesh.axes.data_rank(ranks))
+    return GatheredData(torch.tensor([row], dtype=torch.float64).repeat(len(ranks), 1), mesh.axes.data_rank(ranks))
 
 
 def measured(source: Path, axes: dict[str, int], rank: int) -> dict[str, float]:
@@ -86,21 +86,21 @@ def measured(source: Path, axes: dict[str, int], rank: int) -> dict[str, float]:
         groups, _ = seconds(lambda: mesh.process_group(mw.axes.DENSE))
         loading, model = seconds(lambda: mw.load(source, mesh))
         engine, made = seconds(lambda: mw.Engine(model, lr=1e-5))
-        told = told_by(mesh)
-        step = min(seconds(lambda: step_of(told, mesh))[0] for _ in range(5))
+        gathered = gathered_by(mesh)
+        step = min(seconds(lambda: step_of(gathered, mesh))[0] for _ in range(5))
         stored = sum(tensor.nbytes for tensor in model.stored().values())
         planned = next(s.num_bytes for s in model.need().stored(rank) if s.what == "parameters")
     return {"load": loading, "engine": engine, "step": 1e3 * step, "stored": stored, "planned": planned,
             "trained": len(made.trained), "groups": groups}  # fmt: skip
 
 
-def step_of(told: Told, mesh: mw.Mesh) -> None:
-    whole_step(Proposal(Data()), told, mesh)
-    warn_of_same_data(told, 1)
+def step_of(gathered: GatheredData, mesh: mw.Mesh) -> None:
+    whole_step(Proposal(Data()), gathered, mesh)
+    warn_of_same_data(gathered, 1)
 
 
 def files_of(config: dict[str, Any], at: Path) -> Path:
-    """A directory with headers, and holes for weights."""
+    """Write a model directory with headers, and holes in place of weights."""
     at.mkdir()
     (at / "config.json").write_text(json.dumps(config))
     keymap = Blueprint.of(config).keymap

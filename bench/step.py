@@ -1,13 +1,13 @@
-"""Forward + backward of one process, ours and transformers alternating in one run, beside the matmul roofline.
+"""Time forward + backward in one process against transformers, and relate it to the matmul roofline.
 
     python -m bench.step                     # all three models, float32 and bfloat16
     python -m bench.step --models qwen3 --dtypes float32 --rounds 5
-    python -m bench.step --fp8 --device cuda --width 4096    # products in 8 bits beside those in bfloat16
+    python -m bench.step --fp8 --device cuda --width 4096    # FP8 against bfloat16
 
-The models are those of the field's usual small comparison: 8 layers, width 512, vocabulary 32000, 1024 tokens of one
-document. Each step has another document, as in training, the same on both sides. Times are medians of the alternating
-rounds; peak memory is the most that a fresh process holds during its steps, weights and libraries included. `--append`
-adds the table to bench/results.md.
+The models are small: 8 layers, width 512, vocabulary 32000, 1024 tokens of one document. Each step has a new document,
+as in training, the same for both libraries, which alternate in one run. Times are medians over the rounds. Peak memory
+is that of a fresh process during its steps, weights and libraries included. `--append` adds the table to
+bench/results.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Step = Callable[[], float]
 
 
 def make(recipe: Path) -> None:
-    """A model of random weights, beside its config."""
+    """Write a model with random weights next to its config."""
     mw.export(mw.init(recipe, mw.Mesh(device="cpu")), recipe / "m")
 
 
@@ -80,7 +80,7 @@ def our_step(model: mw.Model, documents: Iterator[list[int]]) -> Step:
     return step
 
 
-def theirs(directory: Path, dtype: torch.dtype) -> Step:
+def peer(directory: Path, dtype: torch.dtype) -> Step:
     return their_step(
         transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), map(document, count(1))
     )
@@ -98,7 +98,7 @@ def their_step(model: Any, documents: Iterator[list[int]]) -> Step:
 
 
 def in_blocks(name: str, width: int) -> dict[str, Any]:
-    """The same model of another width, in whole blocks of 128."""
+    """Return the config of a model in another width, with matrices of whole 128 x 128 blocks, as FP8 needs them."""
     config = {**MODELS[name], "hidden_size": width, "intermediate_size": 3 * width, "head_dim": 128}
     config |= {"num_attention_heads": width // 128, "num_key_value_heads": max(1, width // 512)}
     if "moe_intermediate_size" in config:
@@ -109,7 +109,7 @@ def in_blocks(name: str, width: int) -> dict[str, Any]:
 
 
 def measure_fp8(name: str, rounds: int, device: str, width: int) -> str:
-    """A step of ours in bfloat16 and in 8 bits by turns, on any device."""
+    """Time our step in bfloat16 and in FP8, alternating, on any device."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / "config.json").write_text(json.dumps({**in_blocks(name, width), "dtype": "bfloat16"}))
@@ -130,11 +130,11 @@ def measure_fp8(name: str, rounds: int, device: str, width: int) -> str:
     )
 
 
-SIDES = {"meshwright": ours, "transformers": theirs}
+SIDES = {"meshwright": ours, "transformers": peer}
 
 
 def flops(config: dict[str, Any], parameters: int) -> float:
-    """Of the matrix products of forward and backward: 6 a parameter in use and token; attention left out."""
+    """Return the FLOPs of all matmuls of a step, 6 per used parameter and token, without attention."""
     unused = config["vocab_size"] * config["hidden_size"]  # the embedding is looked up
     if "num_experts" in config:
         idle = config["num_experts"] - config["num_experts_per_tok"]
@@ -143,7 +143,7 @@ def flops(config: dict[str, Any], parameters: int) -> float:
 
 
 def roofline(dtype: torch.dtype) -> float:
-    """FLOP/s of the products that a layer is made of, in this run."""
+    """Measure the FLOP/s of a matmul as layers have it, in this run: the speed of the machine varies."""
     x, w = torch.randn(TOKENS, 512, dtype=dtype), torch.randn(3072, 512, dtype=dtype)
     times = []
     for _ in range(30):
@@ -154,7 +154,7 @@ def roofline(dtype: torch.dtype) -> float:
 
 
 def peak_megabytes(side: str, directory: Path, dtype: torch.dtype) -> float:
-    """The most that a fresh process holds while it makes two steps; what loading took at times does not count."""
+    """Return the peak memory of a fresh process during two steps, without the peak of loading."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_held, (side, directory, dtype))
 
@@ -191,13 +191,13 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     ideal = flops(MODELS[name], num) / statistics.median(speed)
     return dict(
         model=name, dtype=str(dtype).removeprefix("torch."), million=num / 1e6, ideal=ideal, losses=losses,
-        ours=statistics.median(times["meshwright"]), theirs=statistics.median(times["transformers"]),
+        ours=statistics.median(times["meshwright"]), peer=statistics.median(times["transformers"]),
         ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), peaks=peaks,
     )  # fmt: skip
 
 
 HEADER = (
-    "| model | dtype | meshwright s | transformers s | ratio (min-max) | of the roofline | peak MB ours | theirs |\n"
+    "| model | dtype | meshwright s | transformers s | ratio (min-max) | of roofline | peak MB ours | transformers |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
@@ -205,14 +205,14 @@ HEADER = (
 def row(r: dict[str, Any]) -> str:
     peaks = r["peaks"]
     return (
-        f"| {r['model']}, {r['million']:.0f}M | {r['dtype']} | {r['ours']:.3f} | {r['theirs']:.3f} "
+        f"| {r['model']}, {r['million']:.0f}M | {r['dtype']} | {r['ours']:.3f} | {r['peer']:.3f} "
         f"| {r['ratio']:.2f} ({r['low']:.2f}-{r['high']:.2f}) | {r['ideal'] / r['ours']:.0%} "
         f"| {peaks['meshwright']:.0f} | {peaks['transformers']:.0f} |"
     )
 
 
 def needs(package: str) -> None:
-    """Say it before a minute is spent on models."""
+    """Refuse a missing package before a minute is spent on models."""
     if importlib.util.find_spec(package) is None:
         raise SystemExit(f"this bench needs {package}: pip install -e '.[bench]' -c requirements/constraints.txt")
 
@@ -222,9 +222,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--fp8", action="store_true", help="products in 8 bits beside those in bfloat16, both ours")
-    parser.add_argument("--device", default="cpu", help="of --fp8 (default cpu, where 8 bits are emulated)")
-    parser.add_argument("--width", type=int, default=512, help="of the models of --fp8 (default 512)")
+    parser.add_argument("--fp8", action="store_true", help="compare our FP8 with our bfloat16")
+    parser.add_argument("--device", default="cpu", help="device of --fp8 (default cpu, which emulates FP8)")
+    parser.add_argument("--width", type=int, default=512, help="width of the models of --fp8 (default 512)")
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)

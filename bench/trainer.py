@@ -1,11 +1,11 @@
-"""Steps of `meshwright train` beside steps of the bare engine on the same batches, alternating in one run.
+"""Time steps of `meshwright train` against steps of the bare engine on the same batches, alternating in one run.
 
     python -m bench.trainer                       # one process, the models of bench.step
     python -m bench.trainer --ranks 2 --models qwen3 --rounds 10
 
-A round is some steps of each, in turn. A step of the trainer takes its batches from the plan, tells of itself to
-metrics.jsonl and agrees with the other ranks on going on; nothing is saved or evaluated. The bare engine gets the
-batches that the trainer has just had. `ratio` is the median over the rounds of bare time by time of the trainer.
+In each round both run a few steps. A step of the trainer takes its batches from the data plan, writes metrics.jsonl and
+agrees with the other ranks on whether to go on; nothing is saved or evaluated. The bare engine gets the batches that
+the trainer has just used. `ratio` is bare time / trainer time, the median over all rounds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bench.step import MODELS
 from meshwright.verify import run_ranks
 
 LENGTH = 1024
-STEPS = 4  # of each side in a round
+STEPS = 4  # of each in a round
 
 
 def documents(file: Path, num: int) -> None:
-    """Of log-normal lengths, as of chats."""
+    """Write documents with log-normal lengths, as chats have."""
     dice = random.Random(0)
     with file.open("w") as out:
         for _ in range(num):
@@ -54,23 +54,23 @@ def measure(at: Path, ranks: int, rounds: int) -> dict[str, Any]:
         },
         save={"export": False, "every": 10**6},
     )  # fmt: skip
-    trainer, ratios, seen = mw.Trainer(config), [], list[Any]()
+    trainer, ratios, served = mw.Trainer(config), [], list[Any]()
     give = trainer.feed.step
-    trainer.feed.step = lambda first: seen.append(given := give(first)) or given  # type: ignore[method-assign, func-returns-value] # the batches are kept
+    trainer.feed.step = lambda first: served.append(step := give(first)) or step  # type: ignore[method-assign, func-returns-value] # keep the batches
     steps = trainer.steps()
     for number in range(rounds + 1):
-        seen.clear()
+        served.clear()
         began = time.perf_counter()
         for _ in range(STEPS):
             next(steps)
-        told = time.perf_counter() - began
-        batches = [each.batches for each in seen]
+        trainer_s = time.perf_counter() - began
+        batches = [each.batches for each in served]
         began = time.perf_counter()
         for each in batches:
             trainer.engine.step(each)
         bare = time.perf_counter() - began
         if number:  # the first round warms up
-            ratios.append(bare / told)
+            ratios.append(bare / trainer_s)
     steps.close()
     return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "step_s": bare / STEPS}
 
@@ -83,10 +83,10 @@ def figures(model: str, ranks: int, rounds: int) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             run_ranks(1, functools.partial(new_weights, at), seconds=120)
             documents(at / "ids.jsonl", 40 * ranks * (rounds + 1))
-            found = run_ranks(ranks, functools.partial(measure, at, ranks, rounds), seconds=1800)[0]
+            result = run_ranks(ranks, functools.partial(measure, at, ranks, rounds), seconds=1800)[0]
         lines = [json.loads(line) for line in (at / "out" / "metrics.jsonl").open()]
     waits = [line["time/data_wait_share"] for line in lines if line["kind"] == "step"][STEPS:]
-    return {**found, "wait": statistics.median(waits), "most_wait": max(waits)}
+    return {**result, "wait": statistics.median(waits), "most_wait": max(waits)}
 
 
 def new_weights(at: Path) -> None:

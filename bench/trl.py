@@ -1,12 +1,12 @@
-"""The losses of `meshwright train` beside those of TRL's SFTTrainer, step by step, on one process in float32.
+"""Compare the losses of `meshwright train` with those of TRL's SFTTrainer, step by step, in one process in float32.
 
     pip install trl accelerate -c requirements/constraints.txt
     python -m bench.trl
 
-Same tiny Qwen3, same chats in the same order, AdamW, a constant rate. Each stream holds one chat, so that a step of
-ours is a step of TRL's with accumulation 2. With `turns = "joined"` a chat is rendered once, and the marks of its
-template say what is learnt, as TRL does it. With the default, "each", the newline behind a turn is not learnt: no
-server waits for it. The first of these agrees with TRL, the second differs by that newline alone.
+Both train the same tiny Qwen3 on the same chats in the same order, with AdamW and a constant learning rate. Each stream
+holds one chat, so our step is a step of TRL with 2 accumulation steps. With `turns = "joined"` a chat is rendered once,
+and the generation marks of its template select the trained tokens, as in TRL: the losses agree. With the default,
+"each", the newline after a turn is not trained on, because no server waits for it: the losses differ by that newline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEMPLATE = """
 
 
 def chats() -> list[dict[str, Any]]:
-    """More than half a stream each."""
+    """Make chats that are longer than half a stream, so that no stream holds two."""
     dice = random.Random(0)
 
     def text(num: int) -> str:
@@ -56,7 +56,7 @@ def chats() -> list[dict[str, Any]]:
 
 
 def ours(at: Path, model: Path, turns: str) -> tuple[list[float], list[int]]:
-    """Losses, and the rows in the order in which they were trained on."""
+    """Train, and return the losses and the rows in the order of training."""
     config = mw.train.config_of(
         model=str(model), out=str(at / turns), cache=str(at / "cache"),
         data=[{"path": str(at / "chats.jsonl"), "turns": turns}],
@@ -71,7 +71,7 @@ def ours(at: Path, model: Path, turns: str) -> tuple[list[float], list[int]]:
     return [record.loss for record in trainer.steps() if record is not None], rows
 
 
-def theirs(at: Path, model: Path, rows: list[dict[str, Any]]) -> list[float]:
+def with_trl(at: Path, model: Path, rows: list[dict[str, Any]]) -> list[float]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -99,7 +99,7 @@ def compare(at: Path) -> None:
         joined, order = ours(at, model, "joined")
         each, same = ours(at, model, "each")
         assert order == same
-        peer = theirs(at, model, [rows[number] for number in order])
+        peer = with_trl(at, model, [rows[number] for number in order])
     print(f"{'step':>4}  {'TRL':>9}  {'joined':>9}  {'apart':>8}  {'each':>9}  {'apart':>8}")
     for step, (a, b, c) in enumerate(zip(peer, joined, each, strict=True), 1):
         print(f"{step:>4}  {a:9.6f}  {b:9.6f}  {abs(a - b):8.1e}  {c:9.6f}  {abs(a - c):8.1e}")

@@ -1,13 +1,13 @@
-"""Forward + backward of a model that sees, ours and transformers', alternating in one run, on one process and on two.
+"""Time forward + backward of a vision-language model, against transformers, in one process and on two ranks.
 
     python -m bench.vision                     # one process, and fsdp on two ranks
     python -m bench.vision --ranks 1 --rounds 9 --append
 
-The text is that of bench/step.py, 8 layers of width 512; the tower has 6 blocks of width 384. Documents have 1024
-tokens, of which two pictures take 128 (512 patches); each rank has its own, in float32. The peer on two ranks is
-transformers' model in torch's DistributedDataParallel. `words alone` is the same model on 1024 words, `without a tower`
-the text model on them: what pictures cost, and what a tower costs that sees none. Times are medians, of the slower
-rank.
+The text model is that of bench/step.py, 8 layers of width 512; the vision encoder has 6 blocks of width 384. Documents
+have 1024 tokens, of which two pictures take 128 (512 patches). Each rank has its own, in float32. On two ranks, the
+peer is transformers' model in torch's DistributedDataParallel. `words alone` runs the same model on 1024 text tokens,
+which shows what pictures cost. `without a tower` runs the text model on them, which shows what an idle encoder costs.
+Contenders alternate in one run; times are medians of the slower rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Made = tuple[list[int], list[tuple[Tensor, tuple[int, int, int]]]]
 
 
 def document(seed: int, *, sees: bool) -> Made:
-    """Words, with two pictures among them."""
+    """Make a document of text tokens, with two pictures in it if it `sees`."""
     g = torch.Generator().manual_seed(seed)
     words = torch.randint(PLACE, (TOKENS,), generator=g).tolist()
     if not sees:
@@ -85,11 +85,11 @@ def ours(directory: Path, ranks: int, *, sees: bool, tower: bool = True) -> Step
     return step
 
 
-def theirs(directory: Path, ranks: int) -> Step:
+def peer(directory: Path, ranks: int) -> Step:
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
     tokens, pictures = document(1 + (dist.get_rank() if ranks > 1 else 0), sees=True)
     ids = torch.tensor([tokens])
-    given = {
+    inputs = {
         "input_ids": ids, "mm_token_type_ids": (ids == PLACE).long(), "use_cache": False,
         "labels": ids.masked_fill(ids == PLACE, -100), "pixel_values": torch.cat([each for each, _ in pictures]),
         "image_grid_thw": torch.tensor([GRID] * len(pictures)),
@@ -97,7 +97,7 @@ def theirs(directory: Path, ranks: int) -> Step:
     run = model if ranks == 1 else DistributedDataParallel(model)
 
     def step() -> float:
-        loss = run(**given).loss
+        loss = run(**inputs).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
         return float(loss.detach())
@@ -107,14 +107,14 @@ def theirs(directory: Path, ranks: int) -> Step:
 
 SIDES: dict[str, Callable[[Path, int], Step]] = {
     "meshwright": functools.partial(ours, sees=True),
-    "transformers": theirs,
+    "transformers": peer,
     "meshwright, words alone": functools.partial(ours, sees=False),
     "meshwright, without a tower": functools.partial(ours, sees=False, tower=False),
 }
 
 
 def turns(directory: Path, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """On one rank: the seconds of each side, in turn."""
+    """Run all contenders in turn on this rank, and return their seconds."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if ranks > 1:
         dist.init_process_group("gloo")
@@ -136,26 +136,26 @@ def compare(ranks: int, rounds: int) -> list[str]:
         recipe = Path(folder)
         (recipe / "config.json").write_text(json.dumps(CONFIG))
         run_ranks(1, make, recipe, seconds=300)
-        found = run_ranks(ranks, turns, recipe / "m", ranks, rounds, seconds=1800)
-    seconds = {name: [max(s) for s in zip(*(of[name] for of in found), strict=True)] for name in SIDES}
+        results = run_ranks(ranks, turns, recipe / "m", ranks, rounds, seconds=1800)
+    seconds = {name: [max(s) for s in zip(*(of[name] for of in results), strict=True)] for name in SIDES}
     patches = 2 * GRID[1] * GRID[2]
     rows = [
         f"| {ranks if n == 0 else ''} | {name} | {(took := statistics.median(seconds[name])):.3f} "
         f"| {ranks * TOKENS / took:.0f} | {ranks * patches / took if n < 2 else 0:.0f} |"
         for n, name in enumerate(SIDES)
     ]
-    mine, peer, words, text = seconds.values()
-    share = ratio([1 - w / m for w, m in zip(words, mine, strict=True)])
-    told = (
-        f"| | transformers by meshwright {ratio([b / a for a, b in zip(mine, peer, strict=True)])}; "
+    own, other, words, text = seconds.values()
+    share = ratio([1 - w / m for w, m in zip(words, own, strict=True)])
+    summary = (
+        f"| | transformers by meshwright {ratio([b / a for a, b in zip(own, other, strict=True)])}; "
         f"pictures take {share} of a step; words alone by the text model "
         f"{ratio([a / b for a, b in zip(words, text, strict=True)])} | | | |"
     )
-    return [*rows, told]
+    return [*rows, summary]
 
 
-def ratio(found: list[float]) -> str:
-    return f"{statistics.median(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+def ratio(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 HEADER = "| ranks | side | s a step | tokens/s | patches/s |\n|---|---|---|---|---|"
@@ -170,9 +170,9 @@ def main() -> None:
     lines = [HEADER]
     print(HEADER)
     for ranks in options.ranks:
-        found = compare(ranks, options.rounds)
-        print("\n".join(found), flush=True)
-        lines += found
+        rows = compare(ranks, options.rounds)
+        print("\n".join(rows), flush=True)
+        lines += rows
     if options.append:
         title = f"\n## vision, {datetime.date.today()}\n\n{os.cpu_count()} cores of {platform.machine()}, "
         title += f"torch {torch.__version__}, transformers {transformers.__version__}, float32\n\n"

@@ -1,9 +1,9 @@
-"""Fine-tune a tiny model that sees on pictures drawn here, on two processes; transformers asks it what it sees.
+"""Fine-tune a tiny vision-language model on generated pictures, on two processes, and let transformers ask it.
 
     python -m examples.colours                # a minute on 2 cores: no GPU, no download
 
-Read it from `main` at the bottom. The file of the run and the data that it writes are what you would bring: chats of
-which a message shows a picture by its path.
+Read it from `main` at the bottom. You would bring the run file and the data that it writes: chats with messages that
+name a picture by its path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: everything is here, nothing is to be asked for
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing needs the network
 
 import torch
 from PIL import Image, ImageDraw
@@ -56,7 +56,7 @@ TOWER = {
     "model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 48, "num_heads": 4, "intermediate_size": 96,
     "patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
 }  # fmt: skip
-PROCESSOR = {  # as Qwen3-VL has it, for smaller pictures
+PROCESSOR = {  # Qwen3-VL's, for smaller pictures
     "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "size": {"shortest_edge": 32 * 32, "longest_edge": 64 * 64},
 }  # fmt: skip
@@ -68,18 +68,18 @@ fsdp = 2
 [[data]]
 path = "chats.jsonl"
 [train]
-tower = true                # it is trained too; without, the pictures would be refused
+tower = true                # trains the vision encoder too; without it, pictures are refused
 length = 256
 tokens_per_step = 2048
 epochs = 8
-dtype = "float32"           # no bfloat16 on a CPU that has none
+dtype = "float32"           # many CPUs have no fast bfloat16
 [optim]
 lr = 3e-3
 """.lstrip()
 
 
 def make_model(out: Path) -> None:
-    """What you would take from the hub: config, tokenizer, processor, weights. These are random."""
+    """Write what you would take from the hub: config, tokenizer, processor, and (random) weights."""
     tokenizer = make_tokenizer(out)
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark)
@@ -96,19 +96,19 @@ def make_model(out: Path) -> None:
 
 
 def make_tokenizer(out: Path) -> PreTrainedTokenizerFast:
-    """A token a byte, and the marks of the template."""
+    """Make a tokenizer with a token for each byte and for each mark of the chat template."""
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bytewise = Tokenizer(models.BPE(vocab=letters, merges=[]))
     bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    found.add_tokens(["<|im_start|>", *MARKS], special_tokens=True)
-    found.chat_template = TEMPLATE
-    found.save_pretrained(out)
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|im_start|>", *MARKS], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(out)
+    return tokenizer
 
 
 def draw(dice: random.Random) -> tuple[Image.Image, str]:
-    """A shape somewhere on white, and its colour."""
+    """Draw a shape at a random place on white, and return it with the name of its colour."""
     colour, size = dice.choice(list(COLOURS)), (dice.randint(40, 90), dice.randint(40, 90))
     picture = Image.new("RGB", size, "white")
     left, top = (dice.randint(2, side // 3) for side in size)
@@ -117,7 +117,7 @@ def draw(dice: random.Random) -> tuple[Image.Image, str]:
     return picture, colour
 
 
-def asked(*content: Any) -> dict[str, Any]:
+def question(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}
 
 
@@ -127,13 +127,13 @@ def make_chats(folder: Path, num: int) -> None:
     for number in range(num):
         picture, colour = draw(dice)
         picture.save(folder / "pictures" / f"{number}.png")
-        shown = {"type": "image", "image": f"pictures/{number}.png"}  # paths begin where the file of the chats lies
-        rows.append({"messages": [asked(shown), {"role": "assistant", "content": colour}]})
+        shown = {"type": "image", "image": f"pictures/{number}.png"}  # relative to the folder of chats.jsonl
+        rows.append({"messages": [question(shown), {"role": "assistant", "content": colour}]})
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def answers(export: Path, num: int) -> list[tuple[str, str]]:
-    """Of pictures that it has not seen: what transformers' own model answers, and what is right."""
+    """Let transformers' own model answer about new pictures. Return each answer with the right one."""
     model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32)
     tokenizer, processor = AutoTokenizer.from_pretrained(export), Qwen2VLImageProcessorPil.from_pretrained(export)
     dice = random.Random(2)
@@ -143,36 +143,38 @@ def answers(export: Path, num: int) -> list[tuple[str, str]]:
 
 
 def answer(model: Any, tokenizer: Any, processor: Any, picture: Image.Image) -> str:
-    seen = processor(picture, return_tensors="pt")
-    places = int(seen["image_grid_thw"].prod()) // 4
-    text = tokenizer.apply_chat_template([asked({"type": "image"})], tokenize=False, add_generation_prompt=True)
+    inputs = processor(picture, return_tensors="pt")
+    places = int(inputs["image_grid_thw"].prod()) // 4
+    text = tokenizer.apply_chat_template([question({"type": "image"})], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text.replace(MARKS[0], MARKS[0] * places), return_tensors="pt")["input_ids"]
     kinds = (ids == tokenizer.convert_tokens_to_ids(MARKS[0])).int()
     end = tokenizer.eos_token_id
-    said = model.generate(ids, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False, eos_token_id=end, **seen)
-    return str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+    output = model.generate(ids, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False, eos_token_id=end, **inputs)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def main(out: Path, num: int) -> float:
-    """The share of right answers."""
+    """Train, and return the share of right answers."""
     make_model(out / "recipe")
     make_chats(out, num)
     (out / "run.toml").write_text(RUN)
     subprocess.run([sys.executable, "-m", "meshwright", "train", "run.toml"], cwd=out, check=True)
-    found = answers(out / "run" / "export", 20)
-    right = sum(said == due for said, due in found)
-    print("\n".join(f"{due:6} {said}" for said, due in found[:5]))
-    print(f"{right} of {len(found)} new pictures are named rightly")
-    return right / len(found)
+    results = answers(out / "run" / "export", 20)
+    right = sum(given == expected for given, expected in results)
+    print("\n".join(f"{expected:6} {given}" for given, expected in results[:5]))
+    print(f"{right} of {len(results)} new pictures are named rightly")
+    return right / len(results)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to put everything; by default a folder that is then removed")
+    parser.add_argument(
+        "--out", type=Path, help="where to write everything (default: a temporary folder, removed at the end)"
+    )
     parser.add_argument("--num", type=int, default=600, help="pictures to train on")
-    given = parser.parse_args()
-    folder = given.out or Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    folder = options.out or Path(tempfile.mkdtemp())
     (folder / "recipe").mkdir(parents=True)
-    main(folder, given.num)
-    if given.out is None:
+    main(folder, options.num)
+    if options.out is None:
         shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """Train a tiny mixture of experts on chats and a text, through a kill and on two meshes, and prove the meshes right.
 
-Tokenizer and model are made here, the data lie beside this file: nothing is downloaded. Read it from `main` at the
-bottom. Each part says what it shows, and runs commands of `meshwright` that you can run yourself.
+The script makes tokenizer and model, and the data are next to it: nothing is downloaded. Read it from `main` at the
+bottom. Each part says what it shows, and runs `meshwright` commands that you can run yourself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: everything is here, nothing is to be asked for
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # its bar for 2 million parameters is gone before it can be read
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing needs the network
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # 2 million parameters load too fast for a progress bar
 
 import torch
 from rich.console import Console
@@ -41,7 +41,7 @@ FILES = {
     "chats.jsonl": ROOT / "examples" / "chats.jsonl",
     "lighthouse.txt": ROOT / "examples" / "text" / "lighthouse.txt",
 }
-QUESTION = "What hurts most in large runs?"  # of the chats
+QUESTION = "What hurts most in large runs?"  # from the chats
 BEGINNING = "The third keeper was learning"  # of a paragraph of the text
 TEMPLATE = """
 {%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}
@@ -50,7 +50,7 @@ TEMPLATE = """
 CONFIG = {  # the fields of any Qwen3-MoE config.json, small; the tokenizer adds the rest
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
-    "dtype": "bfloat16",  # of the files; training keeps its parameters in float32
+    "dtype": "bfloat16",  # of the files; training keeps float32 parameters
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -60,14 +60,14 @@ CONFIG = {  # the fields of any Qwen3-MoE config.json, small; the tokenizer adds
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
-    "initializer_range": 0.05,  # the usual 0.02 is for models that are wider
+    "initializer_range": 0.05,  # the usual 0.02 suits wider models
     "tie_word_embeddings": False,
 }
 console = Console(highlight=False)
 
 
 def make_directory(out: Path) -> None:
-    """What you would bring: the file of a run, data, and a model with its tokenizer."""
+    """Write what you would bring: a run file, data, and a model with its tokenizer."""
     out.mkdir(exist_ok=True)
     for name, source in FILES.items():
         shutil.copy(source, out / name)
@@ -86,17 +86,17 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     every_byte = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
     how = {"vocab_size": 1024, "special_tokens": special, "initial_alphabet": every_byte, "show_progress": False}
     bpe.train([str(FILES["chats.jsonl"]), str(FILES["lighthouse.txt"])], trainers.BpeTrainer(**how))
-    found = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    found.chat_template = TEMPLATE
-    found.save_pretrained(directory)
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return tokenizer
 
 
 def show_data(sets: list[str]) -> None:
-    rule("1. What is learnt")
+    rule("1. What is trained on")
     tell(
-        "Two sources: chats, of which only the assistant's turns are learnt, and a text. Look before you train: what "
-        "is learnt stands in brackets. All rows are read and checked before a process starts."
+        "Two sources: chats, of which only the assistant's turns are trained on, and a text. Look before you train: "
+        "tokens in brackets are trained on. All rows are read and checked before a process starts."
     )
     say("data", "run.toml", "--show", "1", *set_of(sets))
 
@@ -106,8 +106,8 @@ def train(sets: list[str]) -> None:
     rule("2. Training, and what happens when a process dies")
     tell(
         "Two processes share one model: each stores half of the parameters and of the experts, and has its own data. "
-        f"After step {config.save.every} this program kills one of them, as a machine without memory does. All end, "
-        "and the last line names the one that was the first. (With max_restarts the run would start itself again.)"
+        f"After step {config.save.every} this program kills one of them, as a machine out of memory does. All exit, "
+        "and the last line names the one that failed first. (With max_restarts the run would restart by itself.)"
     )
     run = begin("train", "run.toml", *set_of(sets))
     wait(run, Path(config.out) / "checkpoints" / f"step-{config.save.every:06}")
@@ -116,35 +116,35 @@ def train(sets: list[str]) -> None:
 
     rule("3. The same run on another mesh")
     tell(
-        "The same command goes on from the newest checkpoint. Here the mesh changes too: with tp=2 both processes "
-        "compute half of every layer, on the same data. No document is left out, and none comes twice."
+        "The same command resumes from the newest checkpoint. This time the mesh changes too: with tp=2 each process "
+        "computes half of every layer, on the same data. No document is skipped, and none comes twice."
     )
     finish(begin("train", "run.toml", *set_of([*sets, "mesh.fsdp=1", "mesh.tp=2"])))
 
 
 @torch.no_grad()
 def sample() -> None:
-    """The likeliest token each time, before and after the training."""
+    """Generate greedily, before and after the training."""
     rule("4. What came out")
     tell("runs/demo/export is a Hugging Face directory. transformers loads it, asks a question and begins a paragraph:")
     tokenizer = AutoTokenizer.from_pretrained("runs/demo/export")
-    asked = [{"role": "user", "content": QUESTION}]
+    messages = [{"role": "user", "content": QUESTION}]
     prompts = {
-        QUESTION: tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False),
+        QUESTION: tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
         f"{BEGINNING} ...": BEGINNING,
     }
-    for told, prompt in prompts.items():
-        console.print(Text(told, style="bold"))
+    for title, prompt in prompts.items():
+        console.print(Text(title, style="bold"))
         for when, directory in {"before": "start", "after": "runs/demo/export"}.items():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             ids = tokenizer(prompt, return_tensors="pt")
-            said = model.generate(**ids, do_sample=False, max_new_tokens=80)[0, ids.input_ids.shape[1] :]
-            text = printable(tokenizer.decode(said, skip_special_tokens=True))
+            output = model.generate(**ids, do_sample=False, max_new_tokens=80)[0, ids.input_ids.shape[1] :]
+            text = printable(tokenizer.decode(output, skip_special_tokens=True))
             console.print(Padding(Text.assemble((f"{when}: ", "dim"), (text, "green" * (when == "after"))), (0, 2)))
 
 
 def printable(text: str) -> str:
-    """What random weights say has halves of letters in it."""
+    """Replace what cannot be printed: random weights generate parts of UTF-8 characters."""
     return "".join(each if each.isprintable() and each != "\ufffd" else "?" for each in text.strip())
 
 
@@ -167,9 +167,9 @@ def prove() -> None:
     )
 
 
-def print_lines(said: str, begins: tuple[str, ...]) -> None:
-    """The verdict, which comes first, and the lines that begin so."""
-    verdict, *lines = said.splitlines()
+def print_lines(output: str, begins: tuple[str, ...]) -> None:
+    """Print the verdict, which comes first, and the lines that begin with one of `begins`."""
+    verdict, *lines = output.splitlines()
     for line in (verdict, *(line for line in lines if line.startswith(begins))):
         style = "red" if re.search(r"\bFAILS\b|\bfails?:", line) else "green" if "all is well" in line else ""
         console.print(Text(f"  {line.rstrip()}", style=style), soft_wrap=True)
@@ -177,7 +177,7 @@ def print_lines(said: str, begins: tuple[str, ...]) -> None:
 
 def report() -> None:
     rule("6. The report")
-    tell("Curves, load of the experts, checkpoints, settings: one file that needs no network. Open it in a browser.")
+    tell("Curves, expert load, checkpoints, settings: one file that needs no network. Open it in a browser.")
     say("report", "runs/demo")
 
 
@@ -195,35 +195,35 @@ def set_of(sets: list[str]) -> list[str]:
 
 
 def say(*arguments: str) -> None:
-    """A command of meshwright that this process can run itself."""
+    """Run a meshwright command in this process."""
     announce(arguments)
     if code := command_line(arguments):
         sys.exit(f"demo: that command ended with exit code {code}")
 
 
 def begin(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
-    """One that starts processes."""
+    """Start a meshwright command in a new process, because it starts processes itself."""
     announce(arguments)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # two processes share the cores
-    env |= {"COLUMNS": "200"} if pipes else {}  # no line of a table is wrapped: `print_lines` takes whole ones
+    env |= {"COLUMNS": "200"} if pipes else {}  # so that no table line is wrapped, for `print_lines`
     return subprocess.Popen([sys.executable, "-m", "meshwright", *arguments], env=env, text=True, **pipes)
 
 
 def announce(arguments: Sequence[str]) -> None:
     console.print(Text(f"$ meshwright {' '.join(arguments)}", style="bold"), soft_wrap=True)
-    sys.stdout.flush()  # or it comes after what the command says, in a file
+    sys.stdout.flush()  # else, in a file, it would come after the output of the command
 
 
 def finish(command: subprocess.Popen[str], code: int = 0) -> str:
-    """What it said, if pipes took it. It must end with this exit code."""
-    said, errors = command.communicate()
+    """Wait for a command, and return its output if it was piped. Exit if its exit code is not `code`."""
+    output, errors = command.communicate()
     if command.returncode != code:
-        sys.exit(f"demo: that command ended with exit code {command.returncode}\n{said or ''}{errors or ''}")
-    return said or ""
+        sys.exit(f"demo: that command ended with exit code {command.returncode}\n{output or ''}{errors or ''}")
+    return output or ""
 
 
 def wait(command: subprocess.Popen[str], path: Path) -> None:
-    """Until a running command has made this."""
+    """Wait until a running command has made a path. Exit if the command ends before."""
     while not path.exists():
         if command.poll() is not None:
             sys.exit(f"demo: that command ended with exit code {command.returncode} before it made {path.name}")
@@ -231,11 +231,13 @@ def wait(command: subprocess.Popen[str], path: Path) -> None:
 
 
 def ranks_of(command: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")  # a small Linux has no pgrep, a Mac no /proc
+    children = Path(
+        f"/proc/{command.pid}/task/{command.pid}/children"
+    )  # minimal Linux images have no pgrep, macOS has no /proc
     if children.is_file():
         return [int(pid) for pid in children.read_text().split()]
-    found = subprocess.run(["pgrep", "-P", str(command.pid)], capture_output=True, text=True, check=True)
-    return [int(pid) for pid in found.stdout.split()]
+    listed = subprocess.run(["pgrep", "-P", str(command.pid)], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in listed.stdout.split()]
 
 
 def arguments() -> argparse.Namespace:
@@ -245,7 +247,7 @@ def arguments() -> argparse.Namespace:
         epilog="example: python -m examples.demo --out runs/demo --set train.steps=100",
     )
     parser.add_argument("--out", type=Path, help="directory to fill, new or empty (default: a new temporary one)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="as of meshwright train")
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="as in meshwright train")
     args = parser.parse_args()
     if args.out and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         parser.error(f"--out {args.out} exists and is not an empty directory; choose another or remove it")
@@ -261,7 +263,7 @@ def main() -> None:
     out = (args.out or Path(tempfile.mkdtemp(prefix="meshwright-demo-"))).resolve()
     make_directory(out)
     os.chdir(out)
-    console.print(f"All of this happens in {out}; run.toml there is the file of the run.", soft_wrap=True)
+    console.print(f"Everything is written to {out}; its run.toml is the run file.", soft_wrap=True)
     show_data(args.set)
     train(args.set)
     sample()

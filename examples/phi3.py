@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4, dense: a family that meshwright does not know, in one file that may lie anywhere.
+"""Phi-3 and Phi-4, dense: a family that the package does not have, in one file that may be anywhere.
 
 `docs/add-a-model.md` walks through it.
 """
@@ -28,7 +28,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, REFUSED)
     width, num_heads = take(config, "hidden_size", int), take(config, "num_attention_heads", int)
     heads = heads_of(config, default_head=divides("num_attention_heads", num_heads, "hidden_size", width))
-    rotary = rotary_of(config, heads.head, partial=1.0, scaled=False)  # transformers takes yarn for longrope here
+    rotary = rotary_of(config, heads.head, partial=1.0, scaled=False)  # transformers reads yarn as longrope in Phi-3
     shape = shape_of({"rms_norm_eps": 1e-5, **config}, rotary)
     ffn = take(config, "intermediate_size", int)
 
@@ -39,7 +39,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
 
 
 class MLP(nn.Module):
-    """`down(silu(gate x) * up x)`; the file has gate and up in one tensor, as we do."""
+    """`down(silu(gate x) * up x)`. The file has gate and up in one tensor, and so does this parameter."""
 
     def __init__(self, shape: Shape, ffn: int, at: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the file has all q, all k and all v below each other in one tensor."""
+    """Grouped-query attention. The file stacks all rows of q, k and v in one tensor."""
 
     def __init__(self, shape: Shape, heads: Heads, at: str) -> None:
         super().__init__()
@@ -72,18 +72,18 @@ class Attention(nn.Module):
         qkv = joined(self.enter(x_TD), (self.q, ALL), (self.k, ALL), (self.v, ALL))
         q_THK, k_TGK, v_TGK = (y_TC.unflatten(1, (-1, self.head)) for y_TC in qkv)
         q_THK, k_TGK = ops.rotate(q_THK, *rope), ops.rotate(k_TGK, *rope)
-        mine = self.kv_of_queries()
-        o_THK = ops.attention(q_THK, k_TGK[:, mine], v_TGK[:, mine], docs)
+        kv_H = self.kv_of_queries()
+        o_THK = ops.attention(q_THK, k_TGK[:, kv_H], v_TGK[:, kv_H], docs)
         return self.leave(self.o(o_THK.flatten(1)))
 
     def kv_of_queries(self) -> list[int]:
-        """For each query head of this rank its kv head, counted from the first that this rank has."""
+        """Return the kv head of each query head of this rank, counted from the first kv head that the rank has."""
         serves = self.heads.size // self.kv.size
         return [h // serves - self.kv.start for h in range(self.heads.start, self.heads.stop)]
 
 
 def part(key: str, rows: int, first: int, shape: tuple[int, int, int]) -> Layout:
-    """A parameter of `[heads, head, embed]` that is the rows from `first` on of a tensor of `rows` rows."""
+    """Return the layout of a `[heads, head, embed]` parameter stored as rows `first` and following of a file tensor."""
     heads, head, width = shape
     file_box = Box((first, 0), (first + heads * head, width))
     return Layout("part", (Block(Box.whole(shape), key, (rows, width), file_box),))

@@ -25,7 +25,7 @@ def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
     first, last = (float(re.findall(rf"step +{step}/12  loss ([\d.]+)", done.stdout)[-1]) for step in (1, 12))
     assert last < first - 1, said
     assert "rank 1 of 2 was killed (SIGKILL)" in said
-    assert re.search(r"going on from \S*runs/demo/checkpoints/step-0000", said)
+    assert re.search(r"resuming from \S*runs/demo/checkpoints/step-0000", said)
     assert "mesh.tp: 1 before, 2 now" in said
     assert "all is well" in said
     assert "S1   FAILS" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import meshwright as mw
@@ -374,6 +377,33 @@ def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(name: str, mon
     assert "/here/rank_*" in told
     found = {each: os.environ[each] for each in every if each in os.environ}
     assert found == {name: "/here/rank_", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize(("backends", "refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])
+def test_a_gpu_with_gloo_is_refused(backends: str, refused: bool) -> None:
+    """FSDP2 over gloo reads a device's pointer on the host and ends in a segmentation fault (pytorch#132471)."""
+    with patch("torch.distributed.get_backend_config", lambda: backends):
+        mesh_module._refuse_gloo_on(torch.device("cpu"))
+        with pytest.raises(mw.MeshError, match=f"cuda:0.*NCCL.*{backends}") if refused else contextlib.nullcontext():
+            mesh_module._refuse_gloo_on(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("state", [RAISED, LEFT])
+def test_a_rank_that_raised_does_not_wait_for_nccl(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's orderly end waits for ranks that are in the middle of a collective."""
+    ways: list[str] = []
+    for name, answer in {"is_initialized": True, "get_backend_config": "cpu:gloo,cuda:nccl"}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ways.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: ways.append("abort"))
+    monkeypatch.setattr(heartbeat.position, "now", (state, "a step", 0.0))
+    mesh_module._leave()
+    monkeypatch.undo()
+    assert ways == ["abort" if state == RAISED else "destroy"]
+
+
+def test_the_diagnosis_comes_before_torch_ends_the_process() -> None:
+    assert [heartbeat._loud_after_s(timeout_s) for timeout_s in (10.0, 100.0, 600.0)] == [9.0, 90.0, 590.0]
 
 
 def says_it_in_the_log(source: Path, told: Path) -> list[str]:

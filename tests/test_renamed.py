@@ -236,27 +236,29 @@ def test_one_wait_more_is_seen(fresh: ProcessPoolExecutor, tmp_path: Path) -> No
     assert sum("aten::_local_scalar_dense" in each for each in seen) == 2
 
 
-def told_between_hosts() -> tuple[list[Any], str]:
+def exchanged_between_hosts() -> tuple[list[Any], str]:
     """As 2,048 ranks do it: in rounds, of which none is among all."""
     renamed.install()
     with patch("meshwright.mesh.rounds", functools.partial(rounds, most=2)):
         mesh = mw.Mesh(replicate=2, fsdp=2, device=renamed.NAME)
         with renamed.Waits() as seen:
             rows = mesh.all_or_none(None, "a test", numbers=[mesh.rank, -mesh.rank])
-            here = mesh.all_or_none(None, "a test", numbers=[mesh.rank], axes=REPLICA)
+            of_replicas = mesh.all_or_none(None, "a test", numbers=[mesh.rank], axes=REPLICA)
+            assert mesh.gather_objects(("rank", mesh.rank), DENSE) == [("rank", rank) for rank in range(4)]
+            assert mesh.broadcast_object(f"rank {mesh.rank}") == "rank 0"
         assert not seen.at
         assert [group.size() for group in mesh.host_groups(DENSE)] == [2, 2]
         try:
             mesh.all_or_none(ValueError("too much") if mesh.rank == 2 else None, "a test")
         except (ValueError, mw.RankError) as error:
-            return [rows.tolist(), here.flatten().tolist()], str(error)
+            return [rows.tolist(), of_replicas.flatten().tolist()], str(error)
     return [], "nothing"
 
 
-def test_hosts_tell_each_other_in_rounds() -> None:
-    for rank, ((rows, here), said) in enumerate(worlds.run(4, told_between_hosts)):
+def test_hosts_exchange_numbers_and_objects_in_rounds() -> None:
+    for rank, ((rows, of_replicas), said) in enumerate(worlds.run(4, exchanged_between_hosts)):
         assert rows == [[0, 0], [1, -1], [2, -2], [3, -3]]
-        assert here == ([0, 1] if rank < 2 else [2, 3])
+        assert of_replicas == ([0, 1] if rank < 2 else [2, 3])
         assert said == ("too much" if rank == 2 else "rank 2 failed in a test: ValueError: too much")
 
 

@@ -168,4 +168,4 @@ def test_found(findings: Callable[[Planted], list[Finding]], name: str, mesh: st
     found = list(map(str, findings((mesh, name))))
     assert re.match(PLANTS[name][1], found[0]), found[:3]
     if "norm" in name:
-        assert not any("norms up to here are right" in each for each in found), found
+        assert not any("norms up to this step are right" in each for each in found), found

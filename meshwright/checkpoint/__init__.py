@@ -1,5 +1,5 @@
-"""Sharded, atomic, asynchronous checkpoints: a Hugging Face model directory with optimizer state and resume point
-beside it.
+"""Sharded, atomic, asynchronous checkpoints: a Hugging Face model directory with optimizer state and a
+resume point.
 
 
 A checkpoint of N ranks loads on M ranks of any layout, because every state set (weights, float32 masters, each tensor

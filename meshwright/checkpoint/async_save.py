@@ -90,8 +90,8 @@ class SaveJob:
         self.directory = final_place(content.folder, content.step)
         self.failure: BaseException | None = None
         rank_files = RankFiles(content, mesh)
-        # All copies and exchanges happen here, while training waits. `keep=True` makes each write own its data: the
-        # live tensors change with the next optimizer step.
+        # All copies and exchanges happen now, while training waits. `keep=True` makes each write own its data: the live
+        # tensors change with the next optimizer step.
         staged = deque(rank_files.write_actions(keep=True))
         agreement = StoreAgreement(mesh, rank_files.path.name)
         # Not a daemon thread: the interpreter waits for it at exit, so a script that ends keeps its last checkpoint.

@@ -51,13 +51,13 @@ def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, state: Mapping[str, 
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
     planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, **state}
-    made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
+    made: dict[object, KeyMap] = {}  # 37,000 keys: planes of equal dtypes share them, and their headers
     for name, dtypes in others.items():
         if dtypes:
-            alike = frozenset(dtypes.items())
-            if alike not in made:
-                made[alike] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
-            planes.append(StateSet(name, made[alike]))
+            same_dtypes = frozenset(dtypes.items())
+            if same_dtypes not in made:
+                made[same_dtypes] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
+            planes.append(StateSet(name, made[same_dtypes]))
     return planes
 
 
@@ -105,7 +105,7 @@ def with_zeros(values: Values, plane: StateSet, table: Table, stored: Values) ->
         shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
         if shared:
             zeros[name] = tensor.new_zeros((), dtype=DTYPES[keys[shared[0]].dtype]).expand(tensor.shape)
-    return values.beside(zeros)
+    return values.with_tensors(zeros)
 
 
 RANDOM, _STATES = "random", "states.safetensors"
@@ -116,7 +116,7 @@ Group = tuple[Values, list[StateSet]]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay when a new one is complete: the `last` ones, and those at multiples of `every` steps."""
+    """The checkpoints that stay when a new one is complete: the `last`, and those at multiples of `every` steps."""
 
     last: int | None = None
     every: int | None = None
@@ -126,7 +126,7 @@ class Keep:
 class Content:
     """All that one save writes. `values`: by state set, this rank's shards. `random`: states of this rank's generators.
 
-    `export` says what lies beside the weights; its directory is the folder of checkpoints.
+    `export` describes the files next to the weights; its directory is the folder of checkpoints.
     """
 
     step: int
@@ -170,8 +170,8 @@ class Content:
 
     def num_elements(self, axes: Axes, rank: int) -> int:
         """Return how many elements a rank writes, each value once."""
-        mine = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
-        return sum(mine[name] for values, _ in self.by_values() for name in values)
+        local_numel = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
+        return sum(local_numel[name] for values, _ in self.by_values() for name in values)
 
 
 def random_plane(lengths: Mapping[str, int], num_ranks: int) -> StateSet:

@@ -1,7 +1,7 @@
 """Copy a checkpoint to an object store or another disk and back, through fsspec (`s3://`, `gs://`, ...).
 
 Object stores have no atomic rename, and some show an object whose upload failed. So only the manifest counts, and it is
-sent last, when all other objects are there in their sizes. Every byte is compared with its checksum in both directions.
+sent last, when all other objects have arrived in full. Every byte is compared with its checksum in both directions.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Place:
             return self.fs.find(self.path, detail=True) if self.fs.exists(self.path) else {}
 
         root = self.path.strip("/")
-        found = tried(listed, f"{self.url} cannot be listed")
-        return {name.strip("/")[len(root) :].lstrip("/"): int(entry["size"]) for name, entry in found.items()}
+        entries = tried(listed, f"{self.url} cannot be listed")
+        return {name.strip("/")[len(root) :].lstrip("/"): int(entry["size"]) for name, entry in entries.items()}
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class Whole:
 
 
 def copy_checkpoint(source: Given, target: Given) -> str:
-    """Copy a checkpoint, or the newest complete one of a folder, into the folder `target`; return the location of the
-    copy.
+    """Copy a checkpoint, or the newest complete one of a folder, into the folder `target`. Return where the copy is.
 
     Both may be directories or URLs that fsspec knows (`s3://bucket/run` needs s3fs). Run it in one process.
 
@@ -83,10 +82,10 @@ def copy_checkpoint(source: Given, target: Given) -> str:
     """
     with contextlib.ExitStack() as stack:
         small = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        found = _found(source, small)
+        checkpoint = _complete(source, small)
         if is_url(target):
-            return _send(found, _place(target) / step_name(found.manifest.step))
-        return str(_fetch(found, path_of(target).absolute()))
+            return _send(checkpoint, _place(target) / step_name(checkpoint.manifest.step))
+        return str(_fetch(checkpoint, path_of(target).absolute()))
 
 
 def is_url(given: Given) -> bool:
@@ -104,10 +103,9 @@ def _place(given: Given) -> Place:
 
 
 def tried(act: Callable[[], Answer], what: str) -> Answer:
-    """Try a few times with growing pauses. Networks fail now and then, and every store has exceptions of its own for
-    it.
+    """Try a few times with growing pauses: networks fail now and then, and every store raises its own exceptions.
 
-    Not for errors that will not go away: permissions, missing files.
+    Errors that will not go away (permissions, missing files) are not tried again.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -120,7 +118,7 @@ def tried(act: Callable[[], Answer], what: str) -> Answer:
     raise AssertionError
 
 
-def _found(source: Given, small: Path) -> Whole:
+def _complete(source: Given, small: Path) -> Whole:
     """Return the checkpoint to copy, skipping newer ones that are incomplete."""
     if is_url(source):
         places = _candidates(_place(source))
@@ -150,7 +148,7 @@ def _candidates(place: Place) -> list[Place]:
     if MANIFEST in sizes:
         return [place]
     names = {name.split("/")[0] for name in sizes if name.endswith(f"/{MANIFEST}")}
-    steps = sorted((int(found[1]), name) for name in names if (found := STEP.fullmatch(name)))
+    steps = sorted((int(match[1]), name) for name in names if (match := STEP.fullmatch(name)))
     return [place / name for _, name in reversed(steps)]
 
 
@@ -186,15 +184,16 @@ def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
             raise
 
 
-def _copy(found: Whole, target: Place) -> None:
+def _copy(checkpoint: Whole, target: Place) -> None:
     """Copy everything except the manifest."""
-    source, manifest, extents, total = found.place, found.manifest, found.extents, sum(found.manifest.files.values())
+    source, manifest, extents = checkpoint.place, checkpoint.manifest, checkpoint.extents
+    total = sum(manifest.files.values())
     with progress(f"copy {source.url} to {target.url}", total, "bytes", enabled=True) as advance:
         _all_at_once({
             name: functools.partial(_copy_file, source / name, target / name, extents.get(name, []), advance)
             for name in manifest.files
         })  # fmt: skip
-    parts = {name: (found.small / name).read_bytes() for name in manifest.parts}
+    parts = {name: (checkpoint.small / name).read_bytes() for name in manifest.parts}
     _all_at_once({name: functools.partial(_put, target / name, text) for name, text in parts.items()})
 
 
@@ -239,24 +238,24 @@ def _put(target: Place, data: bytes) -> None:
 def _check_size(target: Place, num_bytes: int) -> None:
     """Check the size of a written object: a store may keep half of it without an error."""
     target.fs.invalidate_cache()
-    found = target.fs.info(target.path)["size"]
-    if found != num_bytes:
-        raise OSError(f"{target.url} has {found} bytes, but {num_bytes} were sent")
+    stored_bytes = target.fs.info(target.path)["size"]
+    if stored_bytes != num_bytes:
+        raise OSError(f"{target.url} has {stored_bytes} bytes, but {num_bytes} were sent")
 
 
-def _send(found: Whole, target: Place) -> str:
-    """Copy to a store; the manifest last. An identical copy that is there already is kept.
+def _send(checkpoint: Whole, target: Place) -> str:
+    """Copy to a store, the manifest last. If the store has an identical copy already, do nothing.
 
     Objects are overwritten if an earlier copy was cut off; only a complete manifest protects a checkpoint from that.
     """
-    text = (found.small / MANIFEST).read_bytes()
-    there = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""
-    if there == text:
-        logger.info("%s is there already", target.url)
+    text = (checkpoint.small / MANIFEST).read_bytes()
+    earlier_text = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""
+    if earlier_text == text:
+        logger.info("%s exists already", target.url)
         return target.url
-    if _is_manifest(there):
+    if _is_manifest(earlier_text):
         raise CheckpointError(f"{target.url} is another checkpoint; remove it, or choose another folder")
-    _copy(found, target)
+    _copy(checkpoint, target)
     _put(target / MANIFEST, text)
     if (target / MANIFEST).read() != text:
         raise CheckpointError(f"{target.url}/{MANIFEST} is not what was sent; copy again")
@@ -264,7 +263,7 @@ def _send(found: Whole, target: Place) -> str:
 
 
 def _is_manifest(text: bytes) -> bool:
-    """Return whether bytes are a complete manifest. Half of one is no checkpoint and may be replaced."""
+    """Return whether bytes are a complete manifest. Half of a manifest may be replaced."""
     with tempfile.TemporaryDirectory() as at:
         (Path(at) / MANIFEST).write_bytes(text)
         try:
@@ -274,17 +273,17 @@ def _is_manifest(text: bytes) -> bool:
     return True
 
 
-def _fetch(found: Whole, folder: Path) -> Path:
+def _fetch(checkpoint: Whole, folder: Path) -> Path:
     """Copy to a local folder, as atomically as a save."""
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     final = final_place(folder, manifest.step)
     if (final / MANIFEST).exists():
         if read_manifest(final) == manifest:
-            logger.info("%s is there already", final)
+            logger.info("%s exists already", final)
             return final
         raise CheckpointError(f"{final} is another checkpoint; remove it, or choose another folder")
     with _draft(folder, manifest.step, sum(manifest.files.values())) as draft:
-        _copy(found, Place(fsspec.filesystem("file"), str(draft.path), str(final)))
+        _copy(checkpoint, Place(fsspec.filesystem("file"), str(draft.path), str(final)))
         for name in (*manifest.files, *manifest.parts):
             to_disk(draft.path / name)
         draft.commit(manifest)

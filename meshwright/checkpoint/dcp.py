@@ -85,7 +85,7 @@ class Sharded(Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override] # the stub takes contents
-        return f"Sharded({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts here)"
+        return f"Sharded({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts on this rank)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Return what this rank writes, for the planner of a save."""
@@ -151,32 +151,36 @@ def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of a flat position (numpy's unravel_index)."""
     out: list[int] = []
     for size in reversed(shape):
-        at, here = divmod(at, size)
-        out.insert(0, here)
+        at, index = divmod(at, size)
+        out.insert(0, index)
     return tuple(out)
 
 
-def take(mine: Sharded, given: Tensor, key: str) -> None:
+def take(local: Sharded, loaded: Tensor, key: str) -> None:
     """Copy a loaded tensor into this rank's memory, or do nothing where it is that memory.
 
     Boxes must match exactly: a state dict of another mesh must be loaded through DCP, whose planner reshards, not
     copied.
     """
-    if mine.shape != given.shape:
-        raise CheckpointError(f"{key} is {tuple(given.shape)} in the state dict, but {tuple(mine.shape)} in the model")
-    if not isinstance(given, Sharded):
-        for part in mine.held():
-            part.values.copy_(given[tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))])
+    if local.shape != loaded.shape:
+        raise CheckpointError(
+            f"{key} is {tuple(loaded.shape)} in the state dict, but {tuple(local.shape)} in the model"
+        )
+    if not isinstance(loaded, Sharded):
+        for part in local.held():
+            part.values.copy_(
+                loaded[tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))]
+            )
         return
-    theirs = {part.start: part.values for part in given.held()}
-    for part in mine.held():
-        if part.start not in theirs or theirs[part.start].shape != part.values.shape:
+    loaded_parts = {part.start: part.values for part in loaded.held()}
+    for part in local.held():
+        if part.start not in loaded_parts or loaded_parts[part.start].shape != part.values.shape:
             raise CheckpointError(
                 f"{key} of the state dict lacks this rank's part at {part.start}; give what engine.state_dict() of the "
                 "same mesh returned, filled by torch.distributed.checkpoint.load"
             )
-        if theirs[part.start].data_ptr() != part.values.data_ptr():
-            part.values.copy_(theirs[part.start])
+        if loaded_parts[part.start].data_ptr() != part.values.data_ptr():
+            part.values.copy_(loaded_parts[part.start])
 
 
 TORCH_LIST = ".metadata"
@@ -216,8 +220,8 @@ class TorchFiles(FileSystemReader):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
-        found = self.contents.state_dict_metadata
-        return {name: tuple(value.size) for name, value in found.items() if isinstance(value, TensorStorageMetadata)}
+        entries = self.contents.state_dict_metadata
+        return {name: tuple(value.size) for name, value in entries.items() if isinstance(value, TensorStorageMetadata)}
 
     def tensor(self, name: str) -> Tensor:
         """Read a whole tensor."""
@@ -235,16 +239,19 @@ def _contents(directory: Path) -> Metadata:
     """Read and check the metadata: its classes, and that files lie inside of the directory."""
     path = directory / TORCH_LIST
     try:
-        found = _Known(io.BytesIO(path.read_bytes())).load()
+        metadata = _Known(io.BytesIO(path.read_bytes())).load()
     except Exception as error:
         raise BrokenFile(f"{path} is not the list of contents of a checkpoint of torch: {error}") from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, Mapping):
-        raise BrokenFile(f"{path} holds {short(found)}, and no list of contents; give a checkpoint of torch")
-    for place in found.storage_data.values():
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
+        raise BrokenFile(
+            f"{path} holds {short(metadata)}, not a list of contents; give a directory that "
+            "torch.distributed.checkpoint wrote"
+        )
+    for place in metadata.storage_data.values():
         name = place.relative_path if isinstance(place, _StorageInfo) else None
         if not isinstance(name, str) or PurePath(name).name != name or not (directory / name).is_file():
             raise BrokenFile(f"{path} names the file {short(name)}, which is not in {directory}")
-    return found
+    return metadata
 
 
 def write_torch_files(directory: Path, state: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@ on a file inside, so a later save can remove the leftovers of a killed process a
 jobs may share a folder.
 
 When it replaces another of the same step, the old one is `.step-000200.replaced-<suffix>` for a moment. If the process
-dies in that moment, both are complete under hidden names, and readers find them there. `.step-000200.removed-<suffix>`
-is being deleted.
+dies in that moment, both are complete under hidden names, which readers try too. `.step-000200.removed-<suffix>` is
+being deleted.
 
 The tests replay every prefix of a save's system calls as a power cut (each file and name that was not fsynced kept,
 lost or torn) and look for a complete checkpoint.
@@ -37,7 +37,7 @@ from ..weights import MANIFEST, TRAINER, check_writable, to_disk
 from .content import MASTER, RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
-CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
+CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first next to the second
 # Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _STATE_SETS = (MASTER, *AdamW.state_names)  # the other files tell a checkpoint of another optimizer
@@ -85,7 +85,7 @@ def _is_interrupted_swap(path: Path, hidden: re.Match[str]) -> bool:
 
 
 def newest_whole(folder: Path, exclude: Path | None = None) -> Path | None:
-    """Return the newest checkpoint whose files are all there in their sizes.
+    """Return the newest checkpoint whose files all exist in their full sizes.
 
     Sizes, not bytes: reading a terabyte to choose a directory would be too slow, and a resume verifies the bytes.
     """
@@ -118,7 +118,7 @@ def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
     """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except `exclude`.
 
     Damaged and incomplete checkpoints are skipped with a warning. If the user named one directly, it is an error
-    instead: an older one would not be what was asked for.
+    instead: an older one is not what the user named.
     """
     if is_checkpoint(directory):
         return directory
@@ -171,7 +171,7 @@ class Draft:
     """
 
     def __init__(self, folder: Path, step: int, num_bytes: int = 0) -> None:
-        """`num_bytes`: what it will take of the disk."""
+        """Create the directory and lock it. `num_bytes`: how much disk space the checkpoint needs."""
         self.folder, self.step = folder, step
         self.final, self.suffix = final_place(folder, step), secrets.token_hex(4)
         _check_place(self.final, num_bytes)
@@ -325,7 +325,7 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, Path, str]]:
 def _taken_by_readers(folder: Path, final: Path) -> Path:
     """Return which hidden directory a reader would take for `final`."""
     step = int(final.name[5:])
-    return next(found.path for found in checkpoints(folder) if found.step == step)
+    return next(each.path for each in checkpoints(folder) if each.step == step)
 
 
 def _locked(path: Path) -> int | None:

@@ -84,7 +84,7 @@ def check_bytes(checkpoint: Checkpoint) -> list[str]:
 
     Four readers: enough to keep a disk busy, few enough not to thrash it.
     """
-    extents = [(file, extent) for file, found in checkpoint.extents.of_file.items() for extent in found]
+    extents = [(file, extent) for file, group in checkpoint.extents.of_file.items() for extent in group]
     label, total = f"check {checkpoint.directory}", checkpoint.extents.num_bytes
     wrong: list[str] = []
     with progress(label, total, "bytes", enabled=True) as advance, ThreadPoolExecutor(_READERS) as readers:
@@ -106,22 +106,22 @@ def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
     return ""
 
 
-def differences(mine: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
+def differences(checkpoint: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
     """Compare two checkpoints tensor by tensor, in every state set.
 
     Values are compared as float64, so checkpoints in different dtypes can be compared; the dtype is a difference of its
     own.
     """
-    for plane in dict.fromkeys((*mine.planes, *other.planes)):
-        own_entries, other_entries = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
+    for plane in dict.fromkeys((*checkpoint.planes, *other.planes)):
+        own_entries, other_entries = (c.planes[plane].entries if plane in c.planes else {} for c in (checkpoint, other))
         for key in dict.fromkeys((*own_entries, *other_entries)):
             if key not in own_entries or key not in other_entries:
-                yield Difference(plane, key, f"only in {(mine if key in own_entries else other).directory}")
+                yield Difference(plane, key, f"only in {(checkpoint if key in own_entries else other).directory}")
             elif own_entries[key].shape != other_entries[key].shape:
                 yield Difference(plane, key, f"shape {own_entries[key].shape} and {other_entries[key].shape}")
             else:
                 yield from _of_values(
-                    plane, (mine.planes[plane], own_entries[key]), (other.planes[plane], other_entries[key])
+                    plane, (checkpoint.planes[plane], own_entries[key]), (other.planes[plane], other_entries[key])
                 )
 
 

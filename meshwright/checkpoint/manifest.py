@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: it lists every file and is written last, so a directory with a valid manifest is
 complete.
 
-Each rank lists what it wrote, with checksums, in a file of its own; the manifest has only the checksums of these lists.
+Each rank lists what it wrote, with checksums, in its own file; the manifest has only the checksums of these lists.
 So no rank gathers a list of the whole checkpoint. docs/checkpoint-format.md describes both for other programs.
 
 Shortened example:
@@ -211,7 +211,7 @@ def read_parts(directory: Path, manifest: Manifest) -> Extents:
             extents.update(extents_of_json(text))
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
-    # Tiling is checked, not only checksums: a rank that was never asked to write its part leaves a hole of zeros that
+    # Tiling is checked, not only checksums: a rank that never wrote its part leaves a hole of zeros that
     # every existing extent agrees with.
     for file, num_bytes in manifest.files.items():
         if wrong := extents.find_gap(file, num_bytes):

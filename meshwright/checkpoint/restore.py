@@ -3,7 +3,7 @@
 Each rank intersects its boxes with the tensors of the files and reads those ranges; the mesh that saved plays no part.
 An extent inside of what a rank reads is verified as it is read; one that is read in part is read whole. What no rank
 needs (weights that are rounded masters, untrained tensors, small files) is divided among ranks and verified too: damage
-should be found now, not when the file is needed.
+should raise now, not when the file is needed.
 
 Example: saved on fsdp=4, restored on tp=2. A tp rank needs columns 0 to D/2 of `o_proj`: a strip of every row. Rows
 were written in four extents, each of which it reads in part, so each is verified whole, once. The other tp rank does
@@ -132,9 +132,8 @@ def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged
 def extents_of_model(directory: Path) -> Mapping[str, Sequence[Extent]]:
     """Return the checksums of a checkpoint's weights by file; nothing for a plain model directory.
 
-    Headers and small files are verified here. Masters and optimizer state may have been removed.
-
-    With it `mw.load` of a checkpoint verifies every byte of the weights as it reads them, as a resume does.
+    With them `mw.load` of a checkpoint verifies every byte of the weights as it reads them, as a resume does. Headers
+    and small files are verified at once. Masters and optimizer state may have been removed from the checkpoint.
     """
     if not is_checkpoint(directory):
         return {}

@@ -54,7 +54,7 @@ WriteAction = Callable[[], object]
 
 
 class Agreement(Protocol):
-    """How the ranks of a save learn that all have written, or that one failed."""
+    """The way in which the ranks of a save learn that all have written, or that one failed."""
 
     def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
         """Return what every rank has written. If one failed, all raise."""
@@ -86,8 +86,8 @@ class RankFiles:
         self.content, self.mesh, self.extents = content, mesh, Extents()
         self._part = Part("", 0, 0)
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
-        # Every collective of a save comes after a point at which all ranks know whether all are still fine: here, after
-        # the writes, after the commit.
+        # Every collective of a save comes after a point at which all ranks know whether all are still fine: this one,
+        # the one after the writes, and the one after the commit.
         at = f"the making of {content.folder}"
         self.draft = mesh.together(self._create_draft, at, CheckpointError, self._nothing)
         self.path: Path = mesh.broadcast_object(self.draft.path if self.draft else None)
@@ -117,7 +117,7 @@ class RankFiles:
         before the next.
 
         Every rank must iterate to the end, because ranks of tp exchange rows, all in the same order. Exchanged
-        parameters come first. The rest each rank writes in an order of its own, rotated by rank: a file system lets
+        parameters come first. Each rank writes the rest in another order, rotated by rank: a file system lets
         only one writer at a time into a file.
 
         The actions are lazy: without `keep` at most one window of rows (16 MB) is in flight, so a save needs almost no
@@ -249,7 +249,7 @@ def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], extents
 
 
 def _apply_retention(content: Content) -> None:
-    """Remove earlier checkpoints. The new one is complete, so a failure here is a warning.
+    """Remove earlier checkpoints. The new one is complete, so a failure is only a warning.
 
     Later steps are warned about: after a rewind to an older step they would be the "newest" that a plain resume takes.
     """

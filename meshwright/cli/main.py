@@ -1,4 +1,10 @@
-"""The command line. Exit codes: 0 all is well, 1 something was found, 2 it is impossible, 130 Ctrl-C."""
+"""The command line: declares every command, and runs the one that was called.
+
+Exit codes: 0 success, 1 a check failed or files differ, 2 refused or impossible, 130 Ctrl-C, 128 + N after signal N.
+
+Each `_add_X` declares the options of a command and each `_X` runs it. The work is done by other rooms, which a command
+imports only when it runs: `--help`, `--version` and a mistyped command must not wait seconds for torch.
+"""
 
 from __future__ import annotations
 
@@ -11,106 +17,127 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, MeshwrightError
 from ..log import Clock
-from .options import TINY, add_recipe, check_axes, positive, print_json, recipe_of
+from .options import (
+    CHECKPOINT,
+    MODEL,
+    add_command,
+    add_config,
+    add_json,
+    add_recipe,
+    check_axes,
+    positive,
+    print_json,
+    recipe_of,
+)
 from .plan_command import add_plan
 
-EXAMPLES = """examples:
+VERIFY_EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
-  meshwright verify path/to/Qwen3-30B-A3B --mesh fsdp=4,tp=2,ep=8      shrunk: its layers, heads and experts
-  meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; a page with placement and bill
+  meshwright verify path/to/Qwen3-30B-A3B --mesh fsdp=4,tp=2,ep=8      shrunk: same layers, heads and experts
+  meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; writes a page
   meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
-  meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
+  meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    compare loaded weights with the files
   meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v          a pipeline, with its schedule
-  meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
-  meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     its tower too, with pictures on some ranks
-  meshwright verify path/to/Qwen3-8B --mesh fsdp=2,tp=2 --fp8          products of 8-bit numbers
-  meshwright verify tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8        the same, with no model at hand
-  meshwright verify tiny-qwen3-moe --mesh fsdp=2,ep=2 --recompute full --token-once    with what the run will save
+  meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   passes delta net states along cp
+  meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     the vision encoder too
+  meshwright verify path/to/Qwen3-8B --mesh fsdp=2,tp=2 --fp8          FP8 matmuls
+  meshwright verify tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8        the same, without a model at hand
+  meshwright verify tiny-qwen3-moe --mesh fsdp=2,ep=2 --recompute full --token-once    memory options
   meshwright verify my-critic --mesh fsdp=2 --head value --json
-  meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
+  meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    see an oracle fail
   meshwright verify --list
 """
-ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient, in float64, and more.
+VERIFY_ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient in float64, and more.
 
-The model is shrunk to odd sizes (the same kinds of layers, head counts, experts and files; narrow and shallow) and
-filled with random weights, unless --full or --weights. The ranks of the mesh run as processes on this machine.
+Without --full or --weights, the model is shrunk (same kinds of layers, head counts, experts and file layout, but narrow
+and shallow, in odd sizes) and gets random weights. The ranks of the mesh run as processes on this machine.
+
+Exit codes: 0 no check failed, 1 a check failed or a rank stopped, 2 the run was refused.
 """
 INSPECT_EXAMPLES = """examples:
-  meshwright inspect runs/first                                    the newest whole checkpoint of a run
-  meshwright inspect runs/first/best --verify                      is every byte of the best as it was written?
-  meshwright inspect runs/first/checkpoints/step-000200 --diff runs/second
+  meshwright inspect runs/first                                    the newest complete checkpoint of a run
+  meshwright inspect runs/first/best --verify                      check every byte of the best one
+  meshwright inspect runs/first/checkpoints/step-000200 --diff runs/second    compare two
   meshwright inspect runs/first --json
 """
-INSPECT_ABOUT = """What a checkpoint holds: its step and mesh, its planes with their dtypes and sizes, your state.
+INSPECT_ABOUT = """Show what a checkpoint holds: step, mesh, state sets with dtypes and sizes, and your own state.
 
-Exit codes: 0 all is well, 1 bytes are not those that were written, or the two differ, 2 it is no whole checkpoint.
+Exit codes: 0 intact, 1 damaged bytes or the two checkpoints differ, 2 not a complete checkpoint.
 """
 COPY_EXAMPLES = """examples:
-  meshwright copy runs/first s3://bucket/first                        the newest whole checkpoint (pip install s3fs)
-  meshwright copy runs/first/checkpoints/step-000200 gs://bucket/first    this one (pip install gcsfs)
-  meshwright copy s3://bucket/first runs/again                        and back, to go on from it
+  meshwright copy runs/first s3://bucket/first                        the newest complete one (pip install s3fs)
+  meshwright copy runs/first/checkpoints/step-000200 gs://bucket/first    a specific one (pip install gcsfs)
+  meshwright copy s3://bucket/first runs/again                        back, to resume from it
   meshwright copy /local/runs/first /shared/runs/first                from one disk to another
 """
 COPY_ABOUT = """Copy a checkpoint to an object store, to another disk, or back. TARGET is a folder of checkpoints.
 
-Every byte is compared with its checksum on the way. The manifest is sent last: if the copy is cut off, what lies there
-is no checkpoint, and the same command begins it anew. Another checkpoint of the same step is never replaced.
+Every byte is checked against its checksum on the way. The manifest is copied last, so an interrupted copy is not a
+checkpoint; the same command starts it again. A different checkpoint of the same step is never replaced.
 """
 CONVERT_EXAMPLES = """examples:
-  meshwright convert runs/first/best weights --to hf     the best weights as a Hugging Face directory, with tokenizer
-  meshwright convert runs/first weights --to hf --dtype float32       of the newest checkpoint the float32 masters
+  meshwright convert runs/first/best weights --to hf     a Hugging Face directory, with tokenizer
+  meshwright convert runs/first weights --to hf --dtype float32       float32 masters of the newest checkpoint
   meshwright convert runs/first torch --to dcp                        for torch.distributed.checkpoint.load
   meshwright convert torch runs/again --to meshwright --like Qwen3-8B
 """
-CONVERT_ABOUT = """One kind of checkpoint out of another, by one process and tensor by tensor: no device and no mesh.
+CONVERT_ABOUT = """Convert a checkpoint to another format, in one process, tensor by tensor, without a device or a mesh.
 
-The kinds: meshwright (what mw.save writes), hf (a Hugging Face directory), dcp (what torch.distributed.checkpoint.save
-writes of engine.state_dict()). Of a pickle in the source nothing is run. What is written is whole or not there.
+Formats: meshwright (what mw.save writes), hf (a Hugging Face directory), dcp (what torch.distributed.checkpoint.save
+writes for engine.state_dict()). No code in a pickle of the source is run. The output is complete or absent.
 """
 REPORT_EXAMPLES = """examples:
   meshwright report runs/first                                     writes runs/first/report.html
-  meshwright report runs/first runs/second --html compared.html    curves of both in the same charts
+  meshwright report runs/first runs/second --html compared.html    both in the same charts
 """
-REPORT_ABOUT = """One page of what runs did: curves, held-out data, experts, samples, checkpoints, where parameters lie.
+REPORT_ABOUT = """Write a page about one or more runs: curves, held-out data, experts, samples, checkpoints, placement.
 
-The page is one file and needs no network. It can be made while a run goes on. OUT is the `out` of a run's file.
+The page is one file and needs no network. It can be written while a run is going on. OUT is `out` of the run file.
 """
 SAMPLE_EXAMPLES = """examples:
-  meshwright sample runs/first --prompt "Why is the sky blue?"         the newest checkpoint, asked as it was trained
-  meshwright sample runs/first/best --prompt "Why is the sky blue?"    the one with the lowest held-out loss
+  meshwright sample runs/first --prompt "Why is the sky blue?"         newest checkpoint, chat template of the run
+  meshwright sample runs/first/best --prompt "Why is the sky blue?"    the checkpoint with the lowest held-out loss
   meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
   meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
 """
-SAMPLE_ABOUT = "What a model writes after prompts, on one process. Each token takes a forward: it is for a look."
+SAMPLE_ABOUT = (
+    "Generate text after prompts, in one process. Each token takes a full forward pass: for a quick look only."
+)
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
-  meshwright train run.toml --dry-run                                  read the data, say what will be trained
+  meshwright train run.toml --dry-run                                  prepare the data, print what would run
   torchrun --nnodes 4 --nproc-per-node 8 -m meshwright train run.toml  the same file on several machines
 """
 DATA_EXAMPLES = """examples:
-  meshwright data run.toml                      read, tokenise and check the data of a run; no device is needed
-  meshwright data run.toml --show 3             and show 3 documents of each source, with what is learnt of them
+  meshwright data run.toml                      read, tokenise and check the data of a run; needs no device
+  meshwright data run.toml --show 3             and show 3 documents of each source
   meshwright data run.toml --set data.0.path=other.jsonl
 """
-DATA_ABOUT = """Prepare the data of a run: every row is read and tokenised; what cannot be used is told with its line.
+DATA_ABOUT = """Prepare the data of a run: read and tokenise every row, and report unusable ones with their lines.
 
-What it made is kept, and `meshwright train` takes it from there. Exit codes: 0 it can be trained on, 2 it cannot.
+The result is cached, and `meshwright train` uses it. Exit codes: 0 the data can be trained on, 2 it cannot.
 """
-TRAIN_ABOUT = """Train what a file says: docs/train-config.md has its fields. The same command goes on where it stopped.
+TRAIN_ABOUT = """Train as a run file says (fields: docs/train-config.md). The same command resumes an interrupted run.
 
-The ranks of the mesh run as processes of this machine, unless torchrun has started this one. Ctrl-C ends the step,
-saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something is wrong, 130 or 143 after a signal.
+The ranks of the mesh run as processes on this machine, unless torchrun started this one. Ctrl-C finishes the step,
+saves and exits; a second Ctrl-C exits at once. Exit codes: 0 trained, 2 refused or failed, 130 or 143 after a signal.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. `arguments`: those after the name of the program, else `sys.argv`.
+
+    An error of our own prints one line, because its message names the fix. Any other exception is a bug, and keeps its
+    traceback.
+    """
     try:
         parser = _parser()
         options = parser.parse_args(arguments)
         if options.name is None:
             parser.print_help(sys.stderr)
             return 2
+        # Pages and JSON name the command that wrote them.
         options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
         return int(options.run(options))
     except MeshwrightError as error:
@@ -123,7 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="print the versions of meshwright and of the packages that it computes with",
+    )
     commands = parser.add_subparsers(dest="name", metavar="COMMAND")
     _add_convert(commands)
     _add_copy(commands)
@@ -138,135 +170,141 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    inspect = commands.add_parser(
-        "inspect", help="what a checkpoint holds, and whether its bytes are right", description=INSPECT_ABOUT,
-        epilog=INSPECT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    inspect = add_command(
+        commands, "inspect", _inspect, "show what a checkpoint holds, and verify its bytes",
+        about=INSPECT_ABOUT, examples=INSPECT_EXAMPLES,
     )  # fmt: skip
-    inspect.set_defaults(run=_inspect)
-    inspect.add_argument("checkpoint", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
-    inspect.add_argument("--verify", action="store_true", help="read all of it, and compare the checksums")
-    inspect.add_argument("--diff", metavar="OTHER", help="name the tensors that differ, and by how much")
-    inspect.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    inspect.add_argument("checkpoint", help=CHECKPOINT)
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
+    inspect.add_argument(
+        "--diff", metavar="OTHER", help="list the tensors that differ from another checkpoint, and by how much"
+    )
+    add_json(inspect, "everything")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert", help="one kind of checkpoint out of another", description=CONVERT_ABOUT, epilog=CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    convert = add_command(
+        commands, "convert", _convert, "convert a checkpoint to another format",
+        about=CONVERT_ABOUT, examples=CONVERT_EXAMPLES,
     )  # fmt: skip
-    convert.set_defaults(run=_convert)
-    convert.add_argument("source", help="a run, a checkpoint of any kind, or a folder of them (RUN/best)")
-    convert.add_argument("target", help="what to write: a directory, which must be new; with --to meshwright a folder")
-    convert.add_argument("--to", required=True, choices=["hf", "dcp", "meshwright"], help="the kind to write")
+    convert.add_argument("source", help="a run, a checkpoint in any format, or a folder of checkpoints (RUN/best)")
+    convert.add_argument("target", help="a new directory; with --to meshwright, a folder of checkpoints")
+    convert.add_argument("--to", required=True, choices=["hf", "dcp", "meshwright"], help="the format to write")
     convert.add_argument(
-        "--like", metavar="DIR", help="a Hugging Face directory of the model, for a source of kind dcp"
+        "--like", metavar="DIR", help="a Hugging Face directory of the same model; needed for a dcp source"
     )
     convert.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: those of the source)"
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights (default: that of the source)"
     )
 
 
 def _add_copy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    copy = commands.add_parser(
-        "copy", help="a checkpoint to an object store or another disk, or back", description=COPY_ABOUT,
-        epilog=COPY_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    copy = add_command(
+        commands, "copy", _copy, "copy a checkpoint to an object store or another disk, or back",
+        about=COPY_ABOUT, examples=COPY_EXAMPLES,
     )  # fmt: skip
-    copy.set_defaults(run=_copy)
-    copy.add_argument("source", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
-    copy.add_argument("target", help="the folder for it: a directory, or a URL that fsspec knows")
+    copy.add_argument("source", help=CHECKPOINT)
+    copy.add_argument("target", help="the folder to copy it into: a directory, or a URL that fsspec knows")
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    data = commands.add_parser(
-        "data", help="prepare and look at the data of a run", description=DATA_ABOUT, epilog=DATA_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    data = add_command(
+        commands, "data", _data, "prepare and inspect the data of a run",
+        about=DATA_ABOUT, examples=DATA_EXAMPLES,
     )  # fmt: skip
-    data.set_defaults(run=_data)
-    data.add_argument("config", help="a .toml file")
+    add_config(data, "data.0.path=... ...")
     data.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="data.0.path=... ..."
-    )
-    data.add_argument(
-        "--show", type=positive, default=0, metavar="N", help="documents of each source, learnt parts green"
+        "--show",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="print N documents of each source, with trained tokens in green",
     )
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report", help="one page of what runs did, and how they compare", description=REPORT_ABOUT,
-        epilog=REPORT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    report = add_command(
+        commands, "report", _report, "write a page about runs, and compare them",
+        about=REPORT_ABOUT, examples=REPORT_EXAMPLES,
     )  # fmt: skip
-    report.set_defaults(run=_report)
     report.add_argument("runs", nargs="+", metavar="OUT", help="the directory of a run")
-    report.add_argument("--html", metavar="FILE", help="where the page goes (default: report.html in the first run)")
+    report.add_argument("--html", metavar="FILE", help="write the page to FILE (default: report.html in the first run)")
 
 
 def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    sample = commands.add_parser(
-        "sample", help="what a model writes after a prompt", description=SAMPLE_ABOUT, epilog=SAMPLE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    sample = add_command(
+        commands, "sample", _sample, "generate text after prompts",
+        about=SAMPLE_ABOUT, examples=SAMPLE_EXAMPLES,
     )  # fmt: skip
-    sample.set_defaults(run=_sample)
-    sample.add_argument("model", help="a run, a checkpoint, a folder of them, a Hugging Face directory, a hub id")
-    sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
-    sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
-    sample.add_argument("--tokens", type=positive, default=64, metavar="N", help="of each text at most (default 64)")
-    sample.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest (default: the likeliest)")
-    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    sample.add_argument("--json", action="store_true", help="prompts and texts as JSON on standard output")
+    sample.add_argument(
+        "model", help="a run, a checkpoint, a folder of checkpoints, a Hugging Face directory or a hub id"
+    )
+    sample.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="a message of the user; may be repeated"
+    )
+    sample.add_argument(
+        "--text", action="store_true", help="continue the prompts as plain text, without a chat template"
+    )
+    sample.add_argument(
+        "--tokens", type=positive, default=64, metavar="N", help="at most N tokens per text (default 64)"
+    )
+    sample.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the top P of the probability (default: greedy)"
+    )
+    sample.add_argument("--seed", type=int, default=0, help="seed of --top-p (default 0)")
+    add_json(sample, "prompts and texts")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    train = commands.add_parser(
-        "train", help="fine-tune or pre-train by a file", description=TRAIN_ABOUT, epilog=TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    train = add_command(
+        commands, "train", _train, "fine-tune or pre-train as a run file says",
+        about=TRAIN_ABOUT, examples=TRAIN_EXAMPLES,
     )  # fmt: skip
-    train.set_defaults(run=_train)
-    train.add_argument("config", help="a .toml file")
-    train.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="mesh.tp=2 ...")
-    train.add_argument("--nproc", type=positive, metavar="N", help="ranks of this machine (default: those of the mesh)")
+    add_config(train, "mesh.tp=2 ...")
     train.add_argument(
-        "--plain", action="store_true", help="lines instead of a live view, as where there is no terminal"
+        "--nproc", type=positive, metavar="N", help="number of ranks on this machine (default: that of the mesh)"
     )
-    train.add_argument("--dry-run", action="store_true", help="prepare the data, say what will be trained, and end")
+    train.add_argument("--plain", action="store_true", help="print lines instead of a live view, as without a terminal")
+    train.add_argument("--dry-run", action="store_true", help="prepare the data, print what would be trained, and exit")
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verify = commands.add_parser(
-        "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    verify = add_command(
+        commands, "verify", _verify, "prove that a mesh computes what one process computes",
+        about=VERIFY_ABOUT, examples=VERIFY_EXAMPLES,
     )  # fmt: skip
-    verify.set_defaults(run=_verify)
-    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
+    verify.add_argument("model", nargs="?", help=MODEL)
     add_recipe(verify)
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
-        help="float64 is the proof, the others show that the rest works (default all)",
+        help="dtypes to try: float64 is the proof, the others show that they work too (default: all three)",
     )  # fmt: skip
     kind = verify.add_mutually_exclusive_group()
     kind.set_defaults(kind="shrunk")
     kind.add_argument(
-        "--full", dest="kind", action="store_const", const="full", help="the model and its weights as they are"
+        "--full", dest="kind", action="store_const", const="full", help="use the model and its weights unchanged"
     )
     kind.add_argument(
         "--weights", dest="kind", action="store_const", const="weights",
-        help="load the weights as they are, and compare the bytes on every rank with the files; nothing else",
+        help="only load the real weights, and compare the bytes on every rank with the files",
     )  # fmt: skip
-    verify.add_argument("--device", default="cpu", help="cpu (default), or a kind of device with one for each rank")
-    verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
+    verify.add_argument("--device", default="cpu", help="cpu (default), or a device type with one device for each rank")
+    verify.add_argument("--seconds", type=float, default=600.0, help="time limit of one run (default 600)")
     verify.add_argument(
         "--against", default="transformers", choices=["transformers", "none"],
-        help="which peer one process is compared with, text alone without --tower (default transformers)",
+        help="the peer to compare one process with; without --tower on text only (default transformers)",
     )  # fmt: skip
-    verify.add_argument("--seed", type=int, default=0, help="of the weights and data that are drawn (default 0)")
-    verify.add_argument("--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see it found")
-    verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
-    verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
-    verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
+    verify.add_argument("--seed", type=int, default=0, help="seed of random weights and data (default 0)")
+    verify.add_argument(
+        "--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see an oracle catch it"
+    )
+    add_json(verify, "the result")
+    verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and findings")
+    verify.add_argument("--list", action="store_true", help="list what each oracle checks, and exit")
 
 
 class _Version(argparse.Action):
-    """Print versions only when asked: reading them takes a while."""
+    """Print the versions and exit. argparse's own action takes a finished text, and reading versions takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         from ..provenance import versions
@@ -276,23 +314,29 @@ class _Version(argparse.Action):
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    """Show a checkpoint, and return 1 if bytes are damaged or a second checkpoint differs.
+
+    Bytes of tensors are read only for --verify and --diff, so a plain look is quick.
+    """
     from pathlib import Path
 
     from .. import checkpoint as disk  # imports torch: --help should not wait for it
     from ..checkpoint import inspect
 
-    found = disk.opened_at(Path(options.checkpoint))
+    checkpoint = disk.opened_at(Path(options.checkpoint))
     other = disk.opened_at(Path(options.diff)) if options.diff else None
-    wrong = disk.check_bytes(found) if options.verify else None
-    apart = list(disk.differences(found, other)) if other else None
+    # None means not requested, an empty list that nothing is wrong: the output distinguishes them.
+    wrong = disk.check_bytes(checkpoint) if options.verify else None
+    apart = list(disk.differences(checkpoint, other)) if other else None
     if options.json:
-        print_json(inspect.as_json(found, wrong, apart))
+        print_json(inspect.as_json(checkpoint, wrong, apart))
     else:
-        inspect.print_checkpoint(found, wrong, apart)
+        inspect.print_checkpoint(checkpoint, wrong, apart)
     return int(bool(wrong or apart))
 
 
 def _copy(options: argparse.Namespace) -> int:
+    """Copy a checkpoint and print where it is now: the name of its step is added to the target."""
     from ..checkpoint import copy_checkpoint  # imports torch: --help should not wait for it
 
     print(copy_checkpoint(options.source, options.target))
@@ -300,6 +344,11 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _data(options: argparse.Namespace) -> int:
+    """Prepare the data of a run without starting it, and print documents with their trained tokens in colour.
+
+    `train` does the same preparation. On its own it needs no accelerator, so it can run before one is rented, and a
+    chat template that trains on the wrong tokens is seen before it costs a run.
+    """
     from rich.console import Console
 
     from ..train import (  # imports torch: --help should not wait for it
@@ -310,15 +359,21 @@ def _data(options: argparse.Namespace) -> int:
         preflight,
     )
 
+    # All mistakes of the file, the model and its mesh are reported before any row is read.
     config = config_file.read(options.config, options.set, preflight.mistakes)
-    found = launch.prepared(config)
-    print(dry_run.dry_run(config, found.data, found.held_out))
-    for document in dry_run.shown(found.data, data_sources.model_directory(config.model), options.show):
+    prepared = launch.prepared(config)
+    print(dry_run.dry_run(config, prepared.data, prepared.held_out))
+    for document in dry_run.shown(prepared.data, data_sources.model_directory(config.model), options.show):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
 
 def _train(options: argparse.Namespace) -> int:
+    """Train, or with --dry-run print what would be trained.
+
+    The launcher, a rank that it started, and a rank that torchrun started all come through this function. The
+    environment tells them apart: only a rank has WORLD_SIZE.
+    """
     from ..plan.terminal import print_plan  # imports torch: --help should not wait for it
     from ..report import last_words
     from ..train import config_file, dry_run, launch, preflight
@@ -326,41 +381,48 @@ def _train(options: argparse.Namespace) -> int:
     from ..train.resume_point import check_position
     from ..weights import path_of
 
-    given = [*options.set, *(["log.plain=true"] if options.plain else [])]
-    if "WORLD_SIZE" in os.environ:  # a rank: its launcher has looked, or under torchrun the first read says it
-        config = config_file.read(options.config, given)
+    replaced = [*options.set, *(["log.plain=true"] if options.plain else [])]
+    # A rank skips the checks before the start: its launcher has made them. Under torchrun none were made, and a mistake
+    # raises where the rank first reads the model or the data.
+    if "WORLD_SIZE" in os.environ:
+        config = config_file.read(options.config, replaced)
     else:
-        config = config_file.read(options.config, given, preflight.mistakes)
+        config = config_file.read(options.config, replaced, preflight.mistakes)
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
-        found = launch.prepared(config)
-        check_position(config, found.data)
+        prepared = launch.prepared(config)
+        check_position(config, prepared.data)
         print_plan(layout_of(config))
-        print(dry_run.dry_run(config, found.data, found.held_out))
+        print(dry_run.dry_run(config, prepared.data, prepared.held_out))
         return 0
-    sets = ["--set", *given] if given else []
+    # The launcher starts this same command once for each rank, so all ranks read the same file with the same --set.
+    sets = ["--set", *replaced] if replaced else []
     why = launch.start(config, ["train", options.config, *sets])
     if launch.ends_at_the_terminal():
         print("\n".join(last_words(path_of(config.out), config.out)), flush=True)
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; {launch.what_next(config)}", file=sys.stderr)
+    # As a shell does: 130 after SIGINT, 143 after SIGTERM. A scheduler tells an interrupted run from a finished one.
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
 
 
 def _sample(options: argparse.Namespace) -> int:
+    """Print prompts and the texts that a model writes after them."""
     from ..train.config import SampleSection  # imports torch: --help should not wait for it
     from ..train.samples import sample_at
 
+    # `model_construct` skips the checks of a run file: `sample_at` makes its own, which also know the model.
     section = SampleSection.model_construct(prompts=options.prompt, tokens=options.tokens, top_p=options.top_p)
-    said = sample_at(options.model, section, seed=options.seed, text=options.text)
+    samples = sample_at(options.model, section, seed=options.seed, text=options.text)
     if options.json:
-        print(json.dumps([{"prompt": prompt, "text": text} for prompt, text in said], indent=2))
+        print(json.dumps([{"prompt": prompt, "text": text} for prompt, text in samples], indent=2))
     else:
-        print("\n\n".join(f"> {prompt}\n{text}" for prompt, text in said))
+        print("\n\n".join(f"> {prompt}\n{text}" for prompt, text in samples))
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
+    """Write a page about runs, and print its path. The page goes into the first run unless --html names a file."""
     from pathlib import Path
 
     from ..plan import check_page, origin  # imports torch: --help should not wait for it
@@ -368,7 +430,8 @@ def _report(options: argparse.Namespace) -> int:
 
     folders = [Path(run) for run in options.runs]
     if not folders[0].is_dir():
-        raise ConfigError(f"{folders[0]} is no directory; give the `out` of a run's file")
+        raise ConfigError(f"{folders[0]} is not a directory; give the `out` of a run file")
+    # A page that cannot be written is refused before the runs are read.
     target = check_page(options.html or str(folders[0] / "report.html"))
     write_report(folders, target, origin(options.command))
     print(target)
@@ -376,6 +439,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    """Convert a checkpoint, and print the path of the result."""
     from pathlib import Path
 
     import torch  # --help should not wait for it
@@ -389,11 +453,14 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Run all oracles, and return 1 if one of them has a finding.
+
+    A page is written for a failed run too: the findings are what it is read for.
+    """
     from .. import plan as planning  # imports torch: --help should not wait for it
     from .. import verify
     from ..axes import Axes
     from ..verify import report
-    from ..verify import report as found
 
     if options.list:
         report.print_oracles()
@@ -401,6 +468,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
     target = planning.check_page(options.html) if options.html else None
+    # All options are read, and impossible ones refused, before a process starts.
     say, sizes = Clock(), planning.mesh_of(options.mesh)
     recipe, optimizer = recipe_of(vars(options)), planning.optimizer_of(vars(options))
     check_axes(vars(options), sizes)
@@ -416,5 +484,5 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         report.print_table(options.model, plan, parts)
     if target:
-        planning.write_page(target, found.verify_page(plan, parts, origin))
+        planning.write_page(target, report.verify_page(plan, parts, origin))
     return int(any(part.findings for part in parts))

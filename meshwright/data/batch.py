@@ -24,7 +24,7 @@ from .field_values import OverTokens, joined, refuse_grad, to_terms
 from .images import Frame, Images, turns_of
 
 IGNORE = -100  # the label of a token that predicts nothing
-_TOKEN_STREAMS = ("tokens", "labels")  # of every batch, beside its fields
+_TOKEN_STREAMS = ("tokens", "labels")  # of every batch, apart from its fields
 _INT_DTYPES = (torch.int64, torch.int32)  # not uint8: torch indexes with it as with a boolean mask
 
 
@@ -83,7 +83,7 @@ class Batch:
         if self.num_filler and bounds[-2] != len(self) - self.num_filler:
             raise DataError(
                 f"num_filler={self.num_filler}, but the last document begins at {bounds[-2]} of {len(self)} tokens: "
-                "padding must be a document of its own; make batches with mw.pack(...)"
+                "padding must be its own document; make batches with mw.pack(...)"
             )
 
         self._check_frames(bounds)
@@ -179,5 +179,5 @@ class Batch:
         moved = replace(
             self, tokens=to_device(self.tokens, device), labels=to_device(self.labels, device), fields=fields
         )
-        _ = moved.docs  # computed once here, not lazily in the middle of a forward
+        _ = moved.docs  # computed once now, not lazily in the middle of a forward
         return moved

@@ -85,7 +85,7 @@ class Chat:
             views_so_far = [view for of_message in views[:number] for view in of_message]
             prompt, turn = self._turn(chat, number, views_so_far)
             # The prompt of this turn does not continue the tokens so far: the template has changed history, for example
-            # dropped earlier thinking. A server would have a new prefix too, so this turn starts a document of its own.
+            # dropped earlier thinking. A server would have a new prefix too, so this turn starts a new document.
             if not documents or prompt[: len(documents[-1][0])] != documents[-1][0]:
                 documents.append(([], [], []))
             ids, spans, document_views = documents[-1]

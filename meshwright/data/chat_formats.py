@@ -65,7 +65,7 @@ _NO_WEIGHTS = "put rows of another weight into a source of their own, with the w
 _PREFERENCE_LABEL = "it rates the answer, which needs a preference loss; keep the good rows and drop the field"
 # Fields that change what is trained on or what the template gets: values that change nothing, and the fix.
 _MEANINGFUL_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "history": (([], ""), "it is read beside instruction and output alone: put its turns into the messages"),
+    "history": (([], ""), "it is read only together with instruction and output: put its turns into the messages"),
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_masks"), ((), _MESSAGES_SAY)),
     "train": ((True,), _MESSAGES_SAY),
     **dict.fromkeys(("weight", "sample_weight", "loss_weight"), ((1,), _NO_WEIGHTS)),
@@ -113,13 +113,15 @@ def unused_fields(row: Row, fields: Mapping[str, str]) -> set[str]:
 
 def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
     """Rename fields of a row."""
-    for ours, theirs in fields.items():
-        if theirs not in row:
-            raise DataError(f"there is no field {theirs!r} to use as {ours!r}; the row has {', '.join(map(str, row))}")
+    for name, original in fields.items():
+        if original not in row:
+            raise DataError(
+                f"there is no field {original!r} to use as {name!r}; the row has {', '.join(map(str, row))}"
+            )
     # A renamed field disappears under its old name, unless that name is itself one of ours (two fields swapped).
     moved = {*fields.values()} - {*fields}
     return {name: value for name, value in row.items() if name not in moved} | {
-        ours: row[theirs] for ours, theirs in fields.items()
+        name: row[original] for name, original in fields.items()
     }
 
 
@@ -226,7 +228,7 @@ def _refuse_meaningful_fields(row: Row, chat_format: _Format) -> None:
     if isinstance(row.get("labels"), list):
         raise DataError(f"the row has a list of 'labels', which is not supported; {_MESSAGES_SAY}")
     if chat_format.needs == ("prompt", "completion") and isinstance(row.get("label"), bool):
-        raise DataError(f"the row has a 'label' beside prompt and completion; {_PREFERENCE_LABEL}")
+        raise DataError(f"the row has a 'label' next to prompt and completion; {_PREFERENCE_LABEL}")
 
 
 def _is_preference(row: Row) -> bool:

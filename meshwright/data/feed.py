@@ -123,7 +123,7 @@ class Feed:
         """Return the batches of the step that begins with stream `first`, and start making those of the next step.
 
         A future for the following step is always in flight. An exception in it is raised by the step that needs it, on
-        every rank of the data rank alike, since all of them read the same streams.
+        every rank of the data rank equally, since all of them read the same streams.
         """
         following = first + self.streams_per_step
         future = self._ahead.pop(first, None)

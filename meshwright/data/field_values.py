@@ -23,8 +23,8 @@ def over_tokens(values: Any) -> OverTokens:
     """Mark values that stand at the tokens they are about, as chat templates and most libraries have them.
 
     A causal model predicts token t+1 at token t, so the loss has its term of token t+1 at t. Plain `fields` and
-    `labels` are over the terms. Values marked here move from t+1 to t, within their document: the value of a first
-    token, which nothing predicts, is dropped, and a last token gets 0 (-100 as a label).
+    `labels` are over the terms. Marked values move from t+1 to t, within their document: the value of a first token,
+    which nothing predicts, is dropped, and a last token gets 0 (-100 as a label).
 
     >>> advantages = over_tokens([[0.0, 0.0, 0.5, 0.75]])
     >>> pack([[5, 6, 7, 8]], fields={"advantage": advantages}).fields["advantage"].tolist()
@@ -42,7 +42,7 @@ def to_terms(values_T: Tensor, bounds: Sequence[int], fill: float = 0) -> Tensor
 
 def refuse_grad(values: object, what: str) -> None:
     if isinstance(values, Tensor) and values.requires_grad:
-        raise DataError(f"{what} requires grad, and a batch is data: gradients end here; give {what}.detach()")
+        raise DataError(f"{what} requires grad, and a batch is data, which passes no gradient on; give {what}.detach()")
 
 
 def joined(values: Sequence[Any], what: str, device: torch.device | str = "cpu") -> Tensor:
@@ -63,5 +63,5 @@ def _joined(values: Sequence[Any], device: torch.device | str) -> Tensor:
 
 
 def _is_narrow(flat: Tensor) -> bool:
-    """In bfloat16 or float16: given so, or by torch.set_default_dtype."""
+    """Tell whether values are bfloat16 or float16, by their dtype or by torch.set_default_dtype."""
     return flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize

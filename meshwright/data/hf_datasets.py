@@ -23,7 +23,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 @dataclass(frozen=True)
 class Part:
-    """Which rows of a data set. "": the only subset, the only split, the newest revision."""
+    """The part of a data set to read. "" stands for the only subset, the only split, the newest revision."""
 
     subset: str = ""
     split: str = ""
@@ -31,7 +31,7 @@ class Part:
 
 
 def is_saved(directory: Path) -> bool:
-    """By `save_to_disk`, one split or several."""
+    """Tell whether `save_to_disk` wrote a directory, as one split or several."""
     return any((directory / name).is_file() for name in (_SAVED, _SAVED_SPLITS))
 
 
@@ -55,76 +55,84 @@ def saved_files(directory: Path, part: Part) -> list[Path]:
     named = [each.get("filename") if isinstance(each, dict) else each for each in _listed(file, about, "_data_files")]
     files = [directory / _inside(file, name) for name in named]
     if lacking := [str(file) for file in files if not file.is_file()]:
-        raise DataError(f"{', '.join(lacking)} of the data set {directory} is not there; save or copy it anew")
+        raise DataError(f"{', '.join(lacking)} of the data set {directory} does not exist; save or copy it anew")
     return files
 
 
 def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
-    if not isinstance(found := about.get(name), list):
-        raise DataError(f"{name} of {file} is {kind_of(found)}, not a list; save or copy the data set anew")
-    return found
+    if not isinstance(entries := about.get(name), list):
+        raise DataError(f"{name} of {file} is {kind_of(entries)}, not a list; save or copy the data set anew")
+    return entries
 
 
 def _inside(file: Path, name: Any) -> str:
     """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-        raise DataError(f"{file} names {name!r:.80}, which is no file of its directory; save or copy the data set anew")
+        raise DataError(
+            f"{file} names {name!r:.80}, which is not a file of its directory; save or copy the data set anew"
+        )
     return name
 
 
 def fetched_files(name: str, part: Part) -> list[Path]:
-    """Of a hub id, or of a directory that is laid out like one. They lie in the cache of `datasets`."""
+    """Download a data set of the hub, or read a directory laid out like one, and return its Arrow files.
+
+    They lie in the cache of `datasets`, which decides where that is.
+    """
     try:
         import datasets  # slow, and an extra
     except ImportError:
         raise DataError(
-            f"{name} is no file of this machine, and data sets of Hugging Face are read by the package datasets, which "
+            f"{name} is not a file on this machine, and the package datasets, which reads data sets of Hugging Face, "
             "is not installed: pip install 'meshwright[hub]'; or download its files, and give their directory as path"
         ) from None
     where = {"revision": part.revision or None}
     try:
         splits = datasets.get_dataset_split_names(name, part.subset or None, **where)
         split = _one(name, splits, part.split)
-        found = datasets.load_dataset(name, part.subset or None, split=split, **where)
+        dataset = datasets.load_dataset(name, part.subset or None, split=split, **where)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{name} could not be loaded: {type(error).__name__}: {error}\nLook at path, hf_subset, hf_split and "
             "hf_revision, the network, and the room on the disk. A set that is too large for the disk cannot be "
             "trained on by an exact plan: take a subset or a split of it, or download some of its files"
         ) from error
-    return _whole(name, found)
+    return _whole(name, dataset)
 
 
-def _whole(name: str, found: Any) -> list[Path]:
-    """Its files hold all of its rows, and no others."""
-    files = [Path(each["filename"]) for each in found.cache_files]
-    if (num_rows := sum(map(num_rows_of, files))) != len(found):
+def _whole(name: str, dataset: Any) -> list[Path]:
+    """Return the files of a split, and refuse ones that hold more rows than the split, or fewer."""
+    files = [Path(each["filename"]) for each in dataset.cache_files]
+    if (num_rows := sum(map(num_rows_of, files))) != len(dataset):
         raise DataError(
-            f"the files of {name} hold {num_rows} rows, and its split has {len(found)}; write it to a directory with "
+            f"the files of {name} hold {num_rows} rows, and its split has {len(dataset)}; write it to a directory with "
             "save_to_disk, and give that as path"
         )
     return files
 
 
 def _one(name: str, splits: Sequence[str], wanted: str) -> str:
-    """No slices and sums of splits: their rows would be those of no file."""
+    """Choose a split by name, or the only one.
+
+    Slices and sums of splits (`train[:10%]`) are refused, because no file holds just their rows.
+    """
     if wanted in splits:
         return wanted
     if not wanted and len(splits) == 1:
         return splits[0]
-    said = f"hf_split = {wanted!r} is none" if wanted else "hf_split must name one"
-    raise DataError(f"{said} of the splits of {name}: {', '.join(splits)}")
+    problem = f"hf_split = {wanted!r} is none" if wanted else "hf_split must name one"
+    raise DataError(f"{problem} of the splits of {name}: {', '.join(splits)}")
 
 
 def groups_of(file: Path, num_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of its batches, each of about so many bytes. Only their headers are read."""
-    found, start, held, at = list[tuple[int, int]](), 0, 0, -1
+    """Split the batches of a file into ranges of about `num_bytes` each. Only headers are read."""
+    ranges, start, held, at = list[tuple[int, int]](), 0, 0, -1
     for at, batch in enumerate(_batches(file)):
         held += batch.nbytes
         if held >= num_bytes:
-            found.append((start, at + 1))
+            ranges.append((start, at + 1))
             start, held = at + 1, 0
-    return [*found, (start, at + 1)] if start <= at else found
+    return [*ranges, (start, at + 1)] if start <= at else ranges
 
 
 def num_rows_of(file: Path) -> int:
@@ -146,7 +154,9 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
     try:
         yield from pa.ipc.open_stream(pa.memory_map(str(file)))
     except pa.ArrowInvalid as error:
-        raise DataError(f"{file} is no whole Arrow stream, as datasets writes it: {error}; make it anew") from error
+        raise DataError(
+            f"{file} is not a complete Arrow stream, as datasets writes it: {error}; make it anew"
+        ) from error
 
 
 def _decoded(value: Any, kind: Any) -> Any:

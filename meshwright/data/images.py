@@ -132,8 +132,8 @@ def images_of(
     """Return the images of all documents, each frame at its placeholders.
 
     The number of placeholders is fixed by the size of a picture, so text and pixels must come from one processor with
-    one setting. Everything is checked here, on the host, because a mismatch inside of the model would be an index error
-    on one rank and a hang on the others.
+    one setting. Everything is checked on the host before the model runs, because a mismatch inside of the model would
+    be an index error on one rank and a hang on the others.
     """
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
         raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")

@@ -4,7 +4,7 @@ Example of two documents in a stream of 6:
 
   tokens   5  6     7     8   9     0
   labels   6  7  -100     9  -100  -100      the last token of a document predicts nothing
-  bounds   0, 3, 5, 6                        the padding is a document of its own
+  bounds   0, 3, 5, 6                        the padding is its own document
 
 Shifting after packing would make token 7 predict 8, the first token of another document (bionemo-recipes#1449).
 """

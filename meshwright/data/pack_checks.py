@@ -130,7 +130,7 @@ def check_unlearnt(batch: Batch, placeholder_ids: Sequence[int]) -> None:
         at = int(wrong_T.nonzero()[0])
         raise DataError(
             f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be a target; "
-            "give -100 there"
+            "give such tokens the label -100"
         )
 
 

@@ -122,7 +122,7 @@ class Plan:
             raise DataError(f"{self.sources[shares.index(False)].name} has no share, others have; give all one or none")
 
     def _check_amounts(self) -> None:
-        """Refuse a run too large to plan, and a source of which nothing would be taken.
+        """Refuse a run too large to plan, and a source that would contribute nothing.
 
         A typo in a weight (1000 for 1.0) would otherwise look like a hang at start.
         """
@@ -234,7 +234,7 @@ class Plan:
         for s, ((start, stop), usable) in enumerate(zip(counts, self._usable, strict=True)):
             of_source = np.flatnonzero(source == s)
             pass_position = shuffled[of_source] - (ends[s] - (stop - start)) + start
-            # With a weight above 1, an epoch covers several passes over a source, each in an order of its own.
+            # With a weight above 1, an epoch covers several passes over a source, each in another order.
             for pass_number in np.unique(pass_position // len(usable)):
                 indices = of_source[pass_position // len(usable) == pass_number]
                 position_in_pass = pass_position[pass_position // len(usable) == pass_number] % len(usable)
@@ -258,7 +258,7 @@ class Plan:
         min_tokens, bounds = WINDOW * self.length, [0]
         while bounds[-1] < num:
             tokens_before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-            # The first position at which the window has at least `min_tokens`, found by bisection in cumulative
+            # The first position at which the window has at least `min_tokens`, by bisection in cumulative
             # lengths.
             bounds.append(min(num, int(np.searchsorted(ends, tokens_before + min_tokens)) + 1))
         last_tokens = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))

@@ -81,10 +81,10 @@ class Processor:
         return View((str(file),), self._grid(1, height, width), file.stat().st_size)
 
     def video(self, source: str | Sequence[str], fps: float | None) -> View:
-        """Return the grid of a video: a file, of which frames are sampled, or a list of pictures at `fps`."""
+        """Return the grid of a video: a file, whose frames are sampled, or a list of pictures at `fps`."""
         if not isinstance(source, str):
             if not source or not fps:
-                raise DataError('a video given as a list of pictures must not be empty, and needs "fps" beside it')
+                raise DataError('a video given as a list of pictures must not be empty, and needs its "fps"')
             files = [self._file(path) for path in source]
             return self._slices(files, Clip(len(files), fps, size_of(files[0])), range(len(files)))
         file = self._file(source)

@@ -1,7 +1,7 @@
 """Read rows of JSON lines, JSON lists, Parquet, Arrow and text files, each with the place that it came from.
 
-JSON lines are read here and not by a table library: those drop empty lines, fill missing fields with null, and do not
-say in which line an error is.
+JSON lines are not read by a table library: those drop empty lines, fill missing fields with null, and do not say in
+which line an error is.
 """
 
 from __future__ import annotations

@@ -54,8 +54,12 @@ class TextOnly:
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
         """Make the documents of a row, and check them."""
         documents = self.make(row)
-        for found in (token for each in documents for token in each.ids.tolist() if token in self.placeholder_ids):
-            raise DataError(f"it has the token {found}, which stands for a picture, and no picture; write it otherwise")
+        for placeholder in (
+            token for each in documents for token in each.ids.tolist() if token in self.placeholder_ids
+        ):
+            raise DataError(
+                f"it has the token {placeholder}, which stands for a picture, and no picture; write it otherwise"
+            )
         return documents
 
 

@@ -68,8 +68,11 @@ _SCHEMA = pa.schema([
 
 @dataclass(frozen=True)
 class TokenizeSpec:
-    """How rows become documents. `settings_key`: everything that changes what `make` does, such as the chat template.
-    `unused`: which fields of a row are not used."""
+    """The recipe by which rows become documents.
+
+    `settings_key`: everything that changes what `make` does, such as the chat template. `unused`: which fields of a row
+    are not used.
+    """
 
     name: str
     files: tuple[Path, ...]
@@ -464,8 +467,8 @@ def _mapped(file: Path) -> Iterator[pa.RecordBatch]:
 
 def _numbers(column: Any) -> NDArray[np.int64]:
     """Return a column without copying it."""
-    found: NDArray[np.int64] = column.to_numpy(zero_copy_only=True)
-    return found
+    values: NDArray[np.int64] = column.to_numpy(zero_copy_only=True)
+    return values
 
 
 def _flat(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -478,5 +481,5 @@ def _num_targets(offsets: NDArray[np.int64], spans: NDArray[np.int32]) -> Indice
     pairs = spans.reshape(-1, 2).astype(np.int64)
     # Prefix sums over all spans, taken at the document bounds: no Python loop over millions of documents.
     ends = np.concatenate([[0], np.cumsum(pairs[:, 1] - np.maximum(pairs[:, 0], 1))])
-    found: Indices = np.diff(ends[offsets // 2])
-    return found
+    num_targets: Indices = np.diff(ends[offsets // 2])
+    return num_targets

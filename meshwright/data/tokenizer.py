@@ -17,10 +17,10 @@ _FILES = (_TOKENS, _CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json
 
 def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")') -> Any:
     """Load the tokenizer. `fix`: what to do if there is none."""
-    from transformers import AutoTokenizer  # imported here because it takes a second
+    from transformers import AutoTokenizer  # imported on first use because it takes a second
 
     if not (directory / _CONFIG).is_file() and not (directory / _TOKENS).is_file():
-        raise DataError(f"{directory} holds no tokenizer; put its files there, or {fix}")
+        raise DataError(f"{directory} holds no tokenizer; put its files into it, or {fix}")
     # Read first with clear errors: transformers reports a broken JSON file in many ways, most of which do not name it.
     for name in (_CONFIG, "special_tokens_map.json", "config.json"):
         if (directory / name).is_file():

@@ -193,7 +193,7 @@ class View:
 
     def pictures(self) -> Iterator[Any]:
         """Yield its frames as RGB. Refuse a file whose size has changed since its grid was computed."""
-        # The size is checked again here: days may pass between reading the data and training on them.
+        # The size is checked again at this point: days may pass between reading the data and training on them.
         num_bytes = sum(Path(file).stat().st_size if Path(file).is_file() else 0 for file in self.files)
         if num_bytes != self.num_bytes:
             raise DataError(

@@ -123,8 +123,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_byt
 def refuse_too_large(need: Need, memory: Memory) -> None:
     """Raise `MeshError` if the model state alone does not fit.
 
-    Before the first step the number of tokens is unknown, so activations are not counted. What is refused here cannot
-    run; what passes may still run out of memory later.
+    Before the first step the number of tokens is unknown, so activations are not counted. What is refused cannot run;
+    what passes may still run out of memory later.
     """
     if not fits(need.stored(), memory):
         raise MeshError(too_large(need, memory))

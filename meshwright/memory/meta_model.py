@@ -1,7 +1,7 @@
 """Copy a rank's shard of a model to the meta device, with its doors armed, to run it without memory and other ranks.
 
 On the meta device tensors have shapes but no data, as with torch's FakeTensorMode. The copy is a real forward and
-backward of the real modules, so what it says holds for any model family without a formula of its own.
+backward of the real modules, so what it says holds for any model family, without a formula for each.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _written(func: Any) -> str | None:
 
 @cache
 def _is_fresh(func: Any) -> bool:
-    """Whether an operation returns one new tensor, which shares no memory with an argument."""
+    """Tell whether an operation returns one new tensor, which shares no memory with an argument."""
     schema = func._schema
     plain = all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
     return plain and len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

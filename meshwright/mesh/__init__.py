@@ -7,6 +7,7 @@ same code serves one rank and many.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 import tempfile
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError, failure_in
-from ..watch import Watch, position, waiting_at
+from ..watch import RAISED, Watch, position, waiting_at
 from .collectives import all_gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
@@ -64,7 +65,7 @@ class Mesh:
         self.device = _device(device)
         self.host = torch.device("cpu")
         self.timeout = datetime.timedelta(seconds=timeout_s)
-        _join(self.device, self.timeout)
+        _join(self.device, self.timeout, eager=self.axes.pp == 1)
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
         # If an error interrupts a pipeline pass: its reason, and its pending transfers. Those must stay referenced:
@@ -75,13 +76,13 @@ class Mesh:
 
     def _refuse_another(self) -> None:
         """Refuse meshes that differ between ranks, which would wait for one another in groups that never form."""
-        mine = f"{self.axes} on {self.device.type}"
-        all_meshes = self.gather_objects((mine, self.memory.device_bytes), DENSE)
+        own_mesh = f"{self.axes} on {self.device.type}"
+        all_meshes = self.gather_objects((own_mesh, self.memory.device_bytes), DENSE)
         self.least_bytes = min(num_bytes for _, num_bytes in all_meshes)  # the smallest device memory of all ranks
         for rank, (other, _) in enumerate(all_meshes):
-            if other != mine:
+            if other != own_mesh:
                 raise MeshError(
-                    f"the mesh is {other} on rank {rank}, but {mine} on rank {self.rank}; make the same mesh on all"
+                    f"the mesh is {other} on rank {rank}, but {own_mesh} on rank {self.rank}; make the same mesh on all"
                 )
 
     @cached_property
@@ -231,13 +232,19 @@ class Mesh:
         return [part.view(x.shape) for part, x in zip(parts, results, strict=True)]
 
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
-        """All-gather a pickled object from every rank of `axes`. Slow: for setup and for errors."""
-        if self.size_of(axes) == 1:
-            return [x]
-        out: list[Any] = [None] * self.size_of(axes)
+        """All-gather a pickled object from every rank of `axes`, between hosts. Slow: for setup and for errors.
+
+        Devices take no part: after a CUDA error or without memory a device could not even carry the reason to the
+        other ranks, and all would wait for the timeout.
+        """
+        objects = [x]
+        groups = self.host_groups(axes) if self.size_of(axes) > 1 else []
         with waiting_at("an all-gather of settings"):
-            dist.all_gather_object(out, x, group=self.process_group(axes))
-        return out
+            for group in groups:
+                gathered: list[list[Any]] = [[]] * group.size()
+                dist.all_gather_object(gathered, objects, group=group)
+                objects = [each for part in gathered for each in part]
+        return objects
 
     def store(self, prefix: str) -> Store:
         """Return a key-value store that all ranks can read and write without a collective, on a connection of
@@ -247,12 +254,16 @@ class Mesh:
         return PrefixStore(prefix, store.clone() if self.axes.world > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
     def broadcast_object(self, x: Any) -> Any:
-        """Broadcast rank 0's object, pickled. What the others pass is ignored."""
-        if self.axes.world == 1:
-            return x
+        """Broadcast rank 0's object, pickled, between hosts. What the others pass is ignored.
+
+        The groups of a round are the lines of a grid along one dim, and rank 0 is the grid's origin. So after each
+        round the object has spread along one dim more, always from the first rank of a line.
+        """
         objects = [x]
+        groups = self.host_groups(DENSE) if self.axes.world > 1 else []
         with waiting_at("the broadcast from rank 0"):
-            dist.broadcast_object_list(objects, src=0, group=self.process_group(DENSE), device=self.device)
+            for group in groups:
+                dist.broadcast_object_list(objects, group_src=0, group=group, device=self.host)
         return objects[0]
 
     def send(self, x: Tensor, rank: int, at: str) -> None:
@@ -403,17 +414,29 @@ def _set_unless_known(names: tuple[str, ...], value: str) -> str:
     return known[0] if known else os.environ.setdefault(names[0], value)
 
 
-def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    """Join or start the process group, and start the heartbeat of this rank."""
+def _join(device: torch.device, timeout: datetime.timedelta, eager: bool) -> None:
+    """Join or start the process group, and start the heartbeat of this rank.
+
+    `eager`: make NCCL's communicators at once, each split off the first. Otherwise a communicator is made by its first
+    collective, inside of that one's timeout. Not for pipelines: where communicators are eager, torch queues all
+    transfers of a rank on one stream, the sends to one neighbour behind the receives from the other, and stages that
+    send both ways could wait for each other for ever. Lazy communicators have a stream for each pair of ranks.
+    """
     recorder_note = _record(device)
+    if device.type == "cuda":
+        # Several communicators are in flight at once (FSDP's prefetch, doors of tp and ep). Without an order between
+        # them, two ranks may start them in opposite order and fill their multiprocessors with kernels that wait.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not dist.is_initialized():
         backend = dist.get_default_backend_for_device(device)
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            device_id = device if eager and device.type == "cuda" else None
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         else:
             alone = torch._C._distributed_c10d.HashStore()
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         atexit.register(_leave)
+    _refuse_gloo_on(device)
     if position.watch is None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
         position.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), recorder_note)
@@ -422,7 +445,28 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
         )  # registered later, so it runs before `_leave` and the store still answers
 
 
+def _refuse_gloo_on(device: torch.device) -> None:
+    """Refuse a process group of the caller's that would hand a device's memory to gloo: FSDP2 then ends in a
+    segmentation fault (pytorch#132471).
+    """
+    backends = dist.get_backend_config()
+    if device.type == "cuda" and "cuda:nccl" not in backends:
+        raise MeshError(
+            f"{device} needs NCCL, but the process group that this program started has {backends!r}; start it with "
+            "dist.init_process_group('cpu:gloo,cuda:nccl'), or leave that to mw.Mesh"
+        )
+
+
 def _leave() -> None:
-    """Destroy the process group before the interpreter shuts down: gloo's threads would abort a process that exits."""
-    if dist.is_initialized():
+    """Leave the process group before the interpreter shuts down: gloo's threads would abort a process that exits.
+
+    After an error other ranks may be in the middle of a collective, and NCCL's orderly end would wait for them until
+    the timeout. So a rank that raised aborts.
+    """
+    if not dist.is_initialized():
+        return
+    if position.now[0] == RAISED and "nccl" in dist.get_backend_config():
+        with contextlib.suppress(RuntimeError):  # the process ends either way
+            dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

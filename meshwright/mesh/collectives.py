@@ -17,7 +17,7 @@ from ..watch import waiting_at
 
 _c10d = torch.ops._c10d_functional
 
-# Every collective used here. Their results must not be read before `wait_tensor`.
+# Every collective that Meshwright uses. Their results must not be read before `wait_tensor`.
 OPS = [
     _c10d.all_gather_into_tensor.default,
     _c10d.reduce_scatter_tensor.default,

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter for CPU ranks of one machine, in a third to two thirds of gloo's time.
 
-gloo gathers into memory of its own and copies from there, and implements reduce-scatter as a full reduction on every
-rank. Here each rank sends its parts from where they are and receives the others' where they belong. Both are registered
-as torch ops, so that the recorder of `verify` counts one collective and not the sends that it is made of.
+gloo gathers into a buffer and copies from it, and implements reduce-scatter as a full reduction on every rank. These
+two send parts from where they are and receive the others' where they belong. Both are registered as torch ops, so that
+the recorder of `verify` counts one collective and not the sends that it is made of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ops.part_sizes import part_size
 from ..watch import deferred_signal
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
-_LIBRARY.define("all_gather(Tensor(a!) out, Tensor mine, str group) -> ()")
+_LIBRARY.define("all_gather(Tensor(a!) out, Tensor own_rows, str group) -> ()")
 _LIBRARY.define("reduce_scatter(Tensor(a!) out, Tensor summands, str group) -> ()")
 
 _PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # elements of each rank that are received at once
@@ -31,23 +31,23 @@ _PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # elements of each 
 # instead of taking one's gradients for the other's weights.
 _TURNS: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
-# gloo aborts when a pending transfer is garbage-collected. So those that an error interrupted stay referenced here.
+# gloo aborts when a pending transfer is garbage-collected. So those that an error interrupted stay referenced.
 _INTERRUPTED: list[Any] = []
 
 
 def serves(group: dist.ProcessGroup, device: torch.device, node: range) -> bool:
-    """Tell whether collectives of a group run here: CPU tensors, over gloo, within one machine.
+    """Tell whether these collectives serve a group: CPU tensors, over gloo, within one machine.
 
-    Between machines gloo sends less: its rings cross the network once, and here each rank would send over it to each
-    other.
+    Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
+    every other rank.
     """
     is_local = all(rank in node for rank in dist.get_process_group_ranks(group))
     return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group) and is_local
 
 
-def all_gather_into(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `out` with the rows of all ranks, in order. `mine` may be a view of its place in `out`."""
-    torch.ops.meshwright.all_gather(out, mine, group.group_name)
+def all_gather_into(out: Tensor, own_rows: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `out` with the rows of all ranks, in order. `own_rows` may be a view of its place in `out`."""
+    torch.ops.meshwright.all_gather(out, own_rows, group.group_name)
 
 
 def reduce_scatter_into(out: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
@@ -55,13 +55,13 @@ def reduce_scatter_into(out: Tensor, summands: Tensor, group: dist.ProcessGroup)
     torch.ops.meshwright.reduce_scatter(out, summands, group.group_name)
 
 
-def _all_gather(out: Tensor, mine: Tensor, name: str) -> None:
+def _all_gather(out: Tensor, own_rows: Tensor, name: str) -> None:
     group = _named(name)
     slots = out.chunk(group.size())
     own_slot = slots[group.rank()]
-    if own_slot.data_ptr() != mine.data_ptr():
-        own_slot.copy_(mine)
-    # A rank interrupted here would receive the rest in place of the next transfer.
+    if own_slot.data_ptr() != own_rows.data_ptr():
+        own_slot.copy_(own_rows)
+    # A rank that is interrupted in between would receive the rest in place of the next transfer.
     with deferred_signal(signal.SIGINT):
         _swap([own_slot] * len(slots), slots, group, _tag(group, "gather"))
 
@@ -69,12 +69,12 @@ def _all_gather(out: Tensor, mine: Tensor, name: str) -> None:
 def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
     """Receive and add up piece by piece: buffers stay small, and a piece is added while it is in the cache."""
     group = _named(name)
-    mine, buffers = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
+    own_rank, buffers = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
     parts = [part.split(_PIECE) for part in summands.chunk(group.size())]
     tag = _tag(group, "sum")
     with deferred_signal(signal.SIGINT):
         for total, *sent in zip(out.split(_PIECE), *parts, strict=True):
-            received = [part if rank == mine else buffers[rank, : part.numel()] for rank, part in enumerate(sent)]
+            received = [part if rank == own_rank else buffers[rank, : part.numel()] for rank, part in enumerate(sent)]
             _swap(sent, received, group, tag)
             total.copy_(received[0])
             for part in received[1:]:
@@ -96,7 +96,7 @@ def _swap(sent: Sequence[Tensor], got: Sequence[Tensor], group: dist.ProcessGrou
 
 
 def _tag(group: dist.ProcessGroup, kind: str) -> int:
-    """Return a tag of its own for each collective of a group. 0 is the tag of all other transfers."""
+    """Return a new tag for each collective of a group. 0 is the tag of all other transfers."""
     num_runs = _TURNS.setdefault(group, Counter())
     num_runs[kind] += 1
     return 1 + 2 * (num_runs[kind] % (1 << 20)) + (kind == "sum")

@@ -27,7 +27,7 @@ from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is built, and how its files are laid out."""
+    """A model family: how it is built, and how its files are laid out."""
 
     build: Callable[[Json, str, str], Decoder]  # config, key prefix, head -> model (on the meta device)
     prefixes: tuple[str, ...] = ("model.",)  # possible prefixes of the text model's keys

@@ -26,7 +26,7 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as
 
 @dataclass(frozen=True)
 class Shape:
-    """What embedding, norms and head need to know. A family fills it from its `config.json`."""
+    """The sizes that embedding, norms and head need. A family fills it from its `config.json`."""
 
     vocab: int
     width: int
@@ -42,7 +42,7 @@ class Shape:
 class Norm(nn.Module):
     """RMSNorm over the width of a token. It sees this rank's own tokens only, so its gradient is a partial sum.
 
-    The sum over tp is due to `axes_left_to_sum`; Megatron's flag `sequence_parallel` on such weights does the same.
+    `axes_left_to_sum` implies the sum over tp; Megatron's flag `sequence_parallel` on such weights does the same.
     """
 
     def __init__(self, shape: Shape, key: str, width: int | None = None, dim: str = "embed") -> None:

@@ -155,7 +155,7 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """`down(silu(gate x) * up x)` (arXiv 2002.05202).
 
-    `gate_up` is `[2, F, D]`, so that a cut of F cuts gate and up alike.
+    `gate_up` is `[2, F, D]`, so that a cut of F cuts gate and up equally.
     """
 
     def __init__(self, shape: Shape, ffn: int, at: str, dim: str) -> None:

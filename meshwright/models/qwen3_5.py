@@ -109,7 +109,7 @@ class Conv(nn.Module):
 
 
 class Gates(nn.Module):
-    """How much of its state a value head keeps, and how strongly it writes, for each token."""
+    """The gates of a value head: how much of its state it keeps, and how strongly it writes, for each token."""
 
     def __init__(self, delta: DeltaShape, at: str) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ class MoE(nn.Module):
 
 
 class Experts(Quantisable):
-    """The experts of a layer: an FSDP unit of its own, because its parameters live on the expert mesh."""
+    """The experts of a layer: a separate FSDP unit, because its parameters live on the expert mesh."""
 
     def __init__(self, shape: Shape, routing: Routing, at: str) -> None:
         super().__init__()

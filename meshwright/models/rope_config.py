@@ -1,6 +1,6 @@
 """Read RoPE from config.json: which dims of a head rotate, how fast, and how that scales to longer contexts.
 
-transformers guesses, skips or warns about fields that it does not understand; here they are refused. A wrong RoPE
+transformers guesses, skips or warns about fields that it does not understand; this module refuses them. A wrong RoPE
 trains without any visible error and fails at long contexts only.
 """
 
@@ -213,7 +213,7 @@ def _yarn_attention(fields: Json) -> float:
     if set(stated) == {"mscale", "mscale_all_dim"}:
         return _yarn_mscale(fields, _number(fields, "mscale")) / _yarn_mscale(fields, _number(fields, "mscale_all_dim"))
     raise ConfigError(
-        f"config.json: {stated} of rope_type='yarn', of which transformers would read only some; "
+        f"config.json: {stated} of rope_type='yarn', but transformers would read only some of them; "
         "give attention_factor alone, or mscale and mscale_all_dim, or none of them"
     )
 

@@ -54,7 +54,7 @@ class Balance:
         # A matmul with a row of ones and zeros sums over tokens, leaving padding out.
         probs_E = (counted_T[None] @ logits_TE.to(weight_Tk.dtype).softmax(-1))[0]
         self.probs[layer] = probs_E.detach()
-        # The loss itself is not built here: backward of `_Attach` supplies its gradient, and the engine adds its value.
+        # The graph does not hold the loss: backward of `_Attach` supplies its gradient, the engine adds its value.
         return _Attach.apply(weight_Tk, probs_E, self)
 
 

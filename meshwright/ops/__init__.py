@@ -1,6 +1,6 @@
 """Mathematics of the models as pure functions on one device: attention, delta rule, experts, norms, RoPE, loss.
 
-Nothing here knows of modules, meshes or files. Each function
+No function knows of modules, meshes or files. Each function
 
 - works in the dtype of its activations, casts parameters to it, and accumulates in at least float32;
 - never synchronises with the device, unless its docstring says so;

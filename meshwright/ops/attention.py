@@ -89,7 +89,7 @@ def _varlen_last_queries(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Docu
     """Attend with the queries of the last tokens only.
 
     It is tried by itself, apart from `_varlen`: kernels differ in how they align a causal mask when there are fewer
-    queries than keys. FlashAttention 2.1 aligns it bottom right, as needed here; before, it was top left, where the
+    queries than keys. FlashAttention 2.1 aligns it bottom right, as needed; before, it was top left, where the
     first query sees only the first key.
     """
     return _varlen(q_THK, k_TGK, v_TGK, docs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .fp8_storage import Weight
 
 Jobs = list[Callable[[], None]]
-# Global and not thread-local: autograd runs the backward of a GPU in a thread of its own.
+# Global and not thread-local: autograd runs the backward of a GPU in its own thread.
 _jobs: Jobs | None = None
 
 

@@ -1,7 +1,7 @@
 """Gated DeltaNet's sequence ops (arXiv 2412.06464): short causal convolution, gates, chunked gated delta rule.
 
 Document boundaries come from `positions_T` alone: tokens i - d and i belong to the same document if and only if the
-position of i is at least d. So nothing here loops over documents, pads them, or has a shape that depends on them, and
+position of i is at least d. So no function loops over documents, pads them, or has a shape that depends on them, and
 `torch.compile` needs one graph for all batches.
 
 Shapes: T tokens, G key heads, R value heads per key head, K dims of a key, V dims of a value, C channels (or tokens of
@@ -63,7 +63,7 @@ class _Convolution(torch.autograd.Function):
     """Depthwise convolution y[t] = sum over back = 0 .. W-1 of x[t - back] w[W - 1 - back], in at least float32.
 
     It saves x and no shifted copies of it. Tokens of another document are masked out instead of multiplied by 0: 0 *
-    inf would turn their overflow into a NaN here.
+    inf would turn their overflow into a NaN.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Document boundaries of a packed stream: cu_seqlens, positions, and where RoPE sees each token.
 
-One object tells attention, convolution, delta rule and RoPE about boundaries. With two sources (a mask here, position
-ids there) they could disagree, and packed documents would leak into each other without any error.
+Attention, convolution, delta rule and RoPE take boundaries from one object. With two sources (a mask for one, position
+ids for another) they could disagree, and packed documents would leak into each other without any error.
 """
 
 from __future__ import annotations

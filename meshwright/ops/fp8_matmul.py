@@ -123,7 +123,7 @@ def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
 
 
 def concat_weights(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate matrices by rows. If one of them is quantised, quantise the others too, each in blocks of its own."""
+    """Concatenate matrices by rows. If one of them is quantised, quantise the others too, each in its own blocks."""
     if not any(isinstance(weight, Quantised) for weight in weights):
         return torch.cat([*weights])
     parts = [weight if isinstance(weight, Quantised) else _quantise(weight) for weight in weights]
@@ -174,7 +174,7 @@ def _compare_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Compare the kernel with `emulated` on random matrices whose blocks differ in magnitude by 10**8."""
     noise = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 384, generator=noise) for rows in (67, 256))
-    x[:, :128] *= torch.logspace(-4, 4, 67)[:, None]  # each block needs a scale of its own
+    x[:, :128] *= torch.logspace(-4, 4, 67)[:, None]  # each block needs its own scale
     x, weight = x.to(device, dtype), weight.to(device, dtype)
     transposed = weight.mT.contiguous().mT  # the strides that a weight has in backward
     try:

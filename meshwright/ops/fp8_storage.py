@@ -1,7 +1,7 @@
 """Frozen weights stored in FP8: codes with a grid of scales, dequantised at each use.
 
 For a base model that is not trained (LoRA-like runs, a frozen part): one byte an element, exactly as the FP8 files of
-the hub have them. Nothing is rounded to FP8 here. Between forward and backward only codes are kept, never values.
+the hub have them. Nothing in this module rounds to FP8. Between forward and backward only codes are kept, never values.
 """
 
 from __future__ import annotations

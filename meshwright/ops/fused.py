@@ -32,7 +32,7 @@ _serial = count()
 def fused(formula: Formula[Result]) -> Formula[Result]:
     """Decorate a formula to run as one kernel for 16-bit dtypes on an accelerator; elsewhere it runs as it is.
 
-    The formula has no autograd of its own and writes into none of its arguments; it is the forward or the backward of
+    The formula has no autograd and writes into none of its arguments; it is the forward or the backward of
     an autograd.Function. Its first argument is a tensor that determines device, dtype and the number of rows; another
     number of rows does not recompile. Inside a layer that is compiled as a whole, the formula is inlined.
     """
@@ -99,10 +99,10 @@ def _refused(formula: Formula[Result], error: Exception) -> Formula[Result]:
 
 
 def _compiled(formula: Formula[Result]) -> Formula[Result]:
-    """Compile a copy of the formula under a name of its own.
+    """Compile a copy of the formula under a unique name.
 
     torch.compile makes a size dynamic once it differs between two calls of the same code object, which it knows by name
-    and line. Widths never vary for one use of a formula, so each use gets a code object of its own and stays static.
+    and line. Widths never vary for one use of a formula, so each use gets its own code object and stays static.
     """
     assert isinstance(formula, FunctionType)
     code = formula.__code__.replace(co_name=f"{formula.__name__}_{next(_serial)}")
@@ -112,7 +112,7 @@ def _compiled(formula: Formula[Result]) -> Formula[Result]:
 def _distance(result: Tensor, expected: Tensor) -> float:
     """Return the distance of two results relative to the norm; infinite if they differ in where they are not finite.
 
-    Where both are infinite or NaN alike, the kernel is not to blame.
+    Where both are infinite or both NaN, the kernel is not to blame.
     """
     a, b = result.float(), expected.float()
     finite = b.isfinite()

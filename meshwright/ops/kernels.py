@@ -68,7 +68,7 @@ def accepts(kernel: Op, argument: str) -> bool:
 
 
 def in_own_thread(trial: Callable[[], bool], device: torch.device) -> bool:
-    """Run a trial in a thread of its own.
+    """Run a trial in a new thread.
 
     Activation checkpointing hooks the tensors that the current thread saves for backward, and those of the trial are
     not part of the layer.

@@ -54,8 +54,8 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     With l_n the logsumexp of slice n, lse = logsumexp_n(l_n) and the share p_n = exp(l_n - lse) of the slice, the
     entropy is -sum_n p_n (log p_n + s_n), where s_n is minus the entropy within the slice.
 
-    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked. After `entropy=False` the
-    entropy here is meaningless and must not be used.
+    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked. If the stats were computed
+    with `entropy=False`, the entropy is meaningless.
     """
     lse_NT, target_NT, neg_entropy_NT = stats_NT3.unbind(-1)
     lse_T = lse_NT.logsumexp(0)
@@ -154,7 +154,7 @@ def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split all tensors alike into blocks of as many rows as are widened at a time."""
+    """Split all tensors into the same blocks of rows: as many as are widened at a time."""
     num_logits = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
     rows = max(1, num_logits // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)

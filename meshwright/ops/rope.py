@@ -52,7 +52,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How heads are rotated: the first `dim` dims of each, frequency r by `theta**(-2r/dim)` a position."""
+    """The rotation of heads: the first `dim` dims of each, frequency r by `theta**(-2r/dim)` a position."""
 
     dim: int
     theta: float

@@ -49,8 +49,8 @@ def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: i
 class _Combine(torch.autograd.Function):
     """Sum the k rows of each token.
 
-    It keeps the permutation on ctx, not in saved tensors: activation checkpointing would replay the layer up to here,
-    with its all-to-alls, just to make the permutation again.
+    It keeps the permutation on ctx, not in saved tensors: activation checkpointing would replay the layer so far, with
+    its all-to-alls, just to make the permutation again.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ def count_values(number_N: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Copies:
-    """How N rows are copies of R rows, and in which order to sum them.
+    """A map that says how N rows are copies of R rows, and in which order to sum them.
 
     `of_N`: the original row of each copy. `in_turn_N`: the indices of the copies in another order: the first copy of
     every row, in the order of rows, then the second ones of the rows that have one, and so on. `sizes`: how many copies

@@ -44,8 +44,8 @@ class _Requests:
 class _Sizes:
     """Row and copy counts of one hop, as the host and the kernels need them.
 
-    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry a rank. `turns_here`: how many received rows have a
-    first local copy, a second one, and so on. `here` and `here_E`: rows of each local expert, on the host and on the
+    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry a rank. `local_turns`: how many received rows have a
+    first local copy, a second one, and so on. `local` and `local_E`: rows of each local expert, on the host and on the
     device. `begins_P`: for each received copy, how many rows come from the ranks before its sender.
     """
 
@@ -53,9 +53,9 @@ class _Sizes:
     rows_in: list[int]
     copies_out: list[int]
     copies_in: list[int]
-    turns_here: list[int]
-    here: list[int]
-    here_E: Tensor
+    local_turns: list[int]
+    local: list[int]
+    local_E: Tensor
     begins_P: Tensor
 
 
@@ -88,7 +88,7 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Se
     def come() -> Rows:
         # Called when the experts are about to run: waits for the rows, then makes the local copies.
         weight_P, rows_PD = last.weights().index_select(0, order_P), ops.gather_copies(last.rows(), copies)
-        return Rows(rows_PD, weight_P, last.sizes.here_E, last.sizes.here, back)
+        return Rows(rows_PD, weight_P, last.sizes.local_E, last.sizes.local, back)
 
     def back(y_PD: Tensor) -> Tensor:
         # It must not refer to `last`: that would keep the received rows alive through the experts.
@@ -120,36 +120,36 @@ def _send(coming: Callable[[], Tensor], weights_N: Callable[[], Tensor], request
 
 
 def _outgoing(requests: _Requests, group: Group) -> tuple[Tensor, Tensor, ops.Copies, _Sizes]:
-    """Return the order of copies (by rank, then row), their integer codes (row index at the receiver times experts
-    there, plus expert), the copies that are sent as rows, and all sizes."""
-    hop, num_rows, num_here = group.hop, requests.num_rows, group.hop.num_here
+    """Return the order of copies (by rank, then row), their integer codes (row index at the receiver times its
+    number of experts, plus expert), the copies that are sent as rows, and all sizes."""
+    hop, num_rows, num_local = group.hop, requests.num_rows, group.hop.num_here
     # One integer key sorts by rank, then row, then expert. Keys are unique, so the order needs no stable sort.
-    key_N = (requests.expert_N // num_here * num_rows + requests.of_N) * num_here + requests.expert_N % num_here
+    key_N = (requests.expert_N // num_local * num_rows + requests.of_N) * num_local + requests.expert_N % num_local
     key_N, order_N = key_N.sort()
-    place_N, expert_N = key_N // num_here, key_N % num_here
+    place_N, expert_N = key_N // num_local, key_N % num_local
     rank_N, of_N = place_N // max(1, num_rows), place_N % max(1, num_rows)
     row_N, turn_N = ops.runs(place_N)
 
-    most = min(requests.top_k, num_here)  # upper bound on the copies of one row at one rank
-    experts_RE = ops.count_values(rank_N * num_here + expert_N, hop.size * num_here).view(hop.size, -1)
+    most = min(requests.top_k, num_local)  # upper bound on the copies of one row at one rank
+    experts_RE = ops.count_values(rank_N * num_local + expert_N, hop.size * num_local).view(hop.size, -1)
     turns_RC = ops.count_values(rank_N * most + turn_N, hop.size * most).view(hop.size, -1)
-    got_RE, got_RC = group.counts(torch.cat([experts_RE, turns_RC], 1)).split([num_here, most], 1)
+    got_RE, got_RC = group.counts(torch.cat([experts_RE, turns_RC], 1)).split([num_local, most], 1)
     ranks_T = of_N.new_zeros(num_rows).scatter_add_(0, of_N, (turn_N == 0).long())
     of_turn = torch.arange(1, min(requests.top_k, hop.size), device=of_N.device)
     later = (ranks_T[:, None] > of_turn).sum(0)  # rows that go to a second rank, a third one, ...
 
-    likely_rows_in = expected_rows(requests.tokens, requests.top_k, num_here * hop.places, hop.places)
+    likely_rows_in = expected_rows(requests.tokens, requests.top_k, num_local * hop.places, hop.places)
     # The one device-to-host sync of the hop: all-to-all takes split sizes as host integers. See `expert.dispatch`.
-    here_E, copies = got_RE.sum(0), len(key_N)
-    rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.to_host(
-        [turns_RC[:, 0], got_RC[:, 0], experts_RE.sum(1), got_RE.sum(1), here_E, got_RC[:, 1:].sum(0), later],
+    local_E, copies = got_RE.sum(0), len(key_N)
+    rows_out, rows_in, copies_out, copies_in, local, local_turns, turns_out = ops.to_host(
+        [turns_RC[:, 0], got_RC[:, 0], experts_RE.sum(1), got_RE.sum(1), local_E, got_RC[:, 1:].sum(0), later],
         [likely_rows_in, likely_rows_in, copies, copies, copies, copies - likely_rows_in, likely_rows_in - num_rows],
     )
     begins_P = _before(got_RC[:, 0]).repeat_interleave(got_RE.sum(1), output_size=sum(copies_in))
-    sizes = _Sizes(rows_out, rows_in, copies_out, copies_in, [sum(rows_in), *turns_here], here, here_E, begins_P)
+    sizes = _Sizes(rows_out, rows_in, copies_out, copies_in, [sum(rows_in), *local_turns], local, local_E, begins_P)
 
     of_S = of_N.new_empty(sum(rows_out)).scatter_(0, row_N, of_N)
-    code_N = (row_N - _before(turns_RC[:, 0])[rank_N]) * num_here + expert_N
+    code_N = (row_N - _before(turns_RC[:, 0])[rank_N]) * num_local + expert_N
     return order_N, code_N, ops.copies_of(of_S, ops.turns(of_S), [num_rows, *turns_out]), sizes
 
 
@@ -163,4 +163,4 @@ def _by_expert(sent: _Sent) -> tuple[Tensor, ops.Copies]:
     row."""
     order_P = sent.expert_P.argsort(stable=True)
     _, turn_P = ops.runs(sent.of_P)
-    return order_P, ops.copies_of(sent.of_P[order_P], turn_P[order_P], sent.sizes.turns_here)
+    return order_P, ops.copies_of(sent.of_P[order_P], turn_P[order_P], sent.sizes.local_turns)

@@ -35,7 +35,7 @@ from ..sharding import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, pass
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How units are sharded: the dtype of all-gathers, CPU offload, and whether gradients are reduced in that dtype
+    """Options of FSDP units: the dtype of all-gathers, CPU offload, and whether gradients are reduced in that dtype
     too."""
 
     compute: torch.dtype
@@ -48,7 +48,7 @@ def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mes
     mesh.
 
     A unit on one rank is not wrapped: FSDP would copy every parameter and gradient for nothing, and ops cast their
-    inputs themselves. If any unit is wrapped, the root is too; otherwise FSDP takes each unit for a root of its own.
+    inputs themselves. If any unit is wrapped, the root is too; otherwise FSDP takes each unit for a root.
 
     With `offload`, wrapped parameters are in host memory. Ignored ones (`exact`, and units on one rank) are on the
     device.
@@ -128,7 +128,7 @@ class SentNarrow(_Allocates, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, "as `shard` asks"
-        assert not async_op, "FSDP waits on a stream of its own"
+        assert not async_op, "FSDP waits on its own stream"
         sent = input_tensor.to(self.narrow)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -176,7 +176,7 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
 
 
 class Sends(Protocol):
-    """How often a model is all-gathered and its gradients are reduced in a step of several micro-batches."""
+    """Counts of how often a model is all-gathered and its gradients are reduced in a step of several micro-batches."""
 
     @property
     def gathers_once(self) -> bool: ...

@@ -1,6 +1,6 @@
 """Activation checkpointing by saved-tensor hooks: backward recomputes what forward would have saved.
 
-torch's `checkpoint(use_reentrant=False)` works the same way, with much that no layer here needs: RNG states, nested
+torch's `checkpoint(use_reentrant=False)` works the same way, with much that our layers do not need: RNG states, nested
 checkpoints, early-stop bookkeeping for several graphs. That costs the host half a millisecond a layer and more, which a
 GPU that is bound by launches waits for.
 

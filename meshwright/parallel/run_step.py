@@ -141,7 +141,7 @@ class _Passes:
     def forward(self, step: Action) -> Scores | None:
         """Run the forward of one stage and micro-batch, and return the scores if it is the last stage.
 
-        Input and output are detached: each stage has an autograd graph of its own, and `backward` joins them by hand.
+        Input and output are detached: each stage has its own autograd graph, and `backward` joins them by hand.
         """
         batch, number = self.batches[step.batch], step.stage
         x_TD = self.transfers.take(THERE, number, step.batch) if number else None

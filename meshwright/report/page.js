@@ -76,12 +76,12 @@
   }));
 
   // The value of each curve that is nearest to the pointer: runs seldom have points at the same place.
-  const tip = (chart) => (found) => {
-    const at = (Array.isArray(found) ? found[0] : found).axisValue;
+  const tip = (chart) => (hovered) => {
+    const at = (Array.isArray(hovered) ? hovered[0] : hovered).axisValue;
     const rows = chart.instance.getOption().series.filter((series) => series.name !== MARK).map((series) => {
-      const there = series.data.filter((point) => point[0] !== null && point[1] !== null);
-      if (!there.length || at < there[0][0] || at > there[there.length - 1][0]) return "";
-      const near = there.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
+      const points = series.data.filter((point) => point[0] !== null && point[1] !== null);
+      if (!points.length || at < points[0][0] || at > points[points.length - 1][0]) return "";
+      const near = points.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
       return `<tr><td><i style="background:${series.color}"></i>${escape(series.name)}</td><td>${figure(near[1])}</td></tr>`;
     });
     return `<div class="tip">${axis.value} ${onAxis(at)}<table>${rows.join("")}</table></div>`;
@@ -126,14 +126,14 @@
   // Even, 1, is the middle between an expert that nothing reaches and one with three times its share.
   const shade = (load) => (load <= 1 ? load : Math.min(2, 1 + (load - 1) / 2));
 
-  const heat = (plot, found) => {
+  const heat = (plot, experts) => {
     const instance = charts.init(plot), figureOf = plot.closest("figure");
     const slider = figureOf.querySelector("input"), shown = figureOf.querySelector("output");
-    slider.max = found.steps.length - 1;
+    slider.max = experts.steps.length - 1;
     slider.value = slider.max;
     const show = () => {
-      const load = found.loads[slider.value], cells = [];
-      shown.textContent = found.steps[slider.value].toLocaleString();
+      const load = experts.loads[slider.value], cells = [];
+      shown.textContent = experts.steps[slider.value].toLocaleString();
       load.forEach((row, layer) => row.forEach((value, expert) => cells.push([expert, layer, shade(value / 100), value / 100])));
       const soft = { color: colour("soft"), fontSize: 12, hideOverlap: true };
       const every = (num, most) => ({ ...soft, interval: Math.ceil(num / most) - 1 });

@@ -1,7 +1,7 @@
 """Read the files of a run: metrics.jsonl and others, also while it runs and when it was killed in the middle of a line.
 
-Numbers in these files come from whatever wrote them, so types and ranges are checked here once, and the page can trust
-them.
+Numbers in these files come from whatever wrote them. Types and ranges are checked as they are read, so that the page
+can trust them.
 
 Lines of metrics.jsonl, a kind each:
 
@@ -137,11 +137,11 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 def _parse_line(line: str) -> dict[str, Any] | None:
     """Parse a line. None for a torn line or one of another program."""
     try:
-        found = json.loads(line, parse_constant=lambda _: None, parse_float=_float_or_none, parse_int=_int64_or_none)
+        record = json.loads(line, parse_constant=lambda _: None, parse_float=_float_or_none, parse_int=_int64_or_none)
     except (ValueError, RecursionError):
         return None
-    is_ours = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
-    return found if is_ours and all(_has_valid_type(name, value) for name, value in found.items()) else None
+    is_ours = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
+    return record if is_ours and all(_has_valid_type(name, value) for name, value in record.items()) else None
 
 
 def _float_or_none(text: str) -> float | None:

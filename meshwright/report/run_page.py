@@ -113,7 +113,7 @@ def _charts(data: Mapping[str, Any]) -> Iterator[str]:
     )
     about = "To zoom, drag the bar below a chart, or hold Ctrl and scroll. Hover over a curve to read its values."
     if any(mark["again"] for run in data["runs"] for mark in run["marks"]):
-        about += " A vertical line marks a restart; a name beside it is the mesh from there on."
+        about += " A vertical line marks a restart; a name next to it is the mesh from that step on."
     yield section("Curves", tag("p", about), controls, wrap("div", *figures, kind="charts"))
 
 
@@ -131,7 +131,7 @@ def _figure(chart: Mapping[str, Any], runs: Sequence[str]) -> str:
 
 def _experts(data: Mapping[str, Sequence[object]], runs: Sequence[Run]) -> Iterator[str]:
     """Yield heat maps of expert load."""
-    with_experts = [number for number, found in enumerate(data["experts"]) if found]
+    with_experts = [number for number, loads in enumerate(data["experts"]) if loads]
     if not with_experts:
         return
     figures = [

@@ -47,9 +47,9 @@ def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
             for n, run in enumerate(runs)
         ],
         "charts": [
-            {"metric": metric, "curves": found, "from_zero": metric in _FROM_ZERO}
-            for metric, found in curves.items()
-            if found
+            {"metric": metric, "curves": group, "from_zero": metric in _FROM_ZERO}
+            for metric, group in curves.items()
+            if group
         ],
         "experts": [_expert_loads(run, _MATRIX_NUMBERS // len(runs)) for run in runs],
     }
@@ -85,7 +85,7 @@ def _mark_position(run: Run, start: Start) -> dict[str, Any]:
 
 def _shared_axes(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Return the x values of all curves of a run, once. A curve refers to them by index, which halves the page."""
-    own_curves = [curve for found in curves.values() for curve in found if curve["run"] == number]
+    own_curves = [curve for group in curves.values() for curve in group if curve["run"] == number]
     steps = sorted({step for curve in own_curves for step in curve["step"]})
     at = {step: n for n, step in enumerate(steps)}
     for curve in own_curves:

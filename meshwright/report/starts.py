@@ -102,7 +102,7 @@ def failures(text: str) -> list[Failure]:
 def endings(starts: Sequence[Start], overcome: Sequence[Failure], last: str) -> Iterator[str]:
     """Yield how each start ended. `last`: the error that ended the run, or "".
 
-    The log of a start has an `end` line only if it ended by itself. Otherwise the reason is found among failures of
+    The log of a start has an `end` line only if it ended by itself. Otherwise the reason is among failures of
     that time span, or is unknown (a lost machine).
     """
     for number, start in enumerate(starts):

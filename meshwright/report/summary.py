@@ -1,4 +1,4 @@
-"""The text and tables of a report, made here and not by the page's script, so that they can be read without it."""
+"""The text and tables of a report, made in Python and not by the page's script, so that they can be read without it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sharding: what each parameter is, which rank holds which part, which collectives a step needs. Pure data.
 
-There is no process group here, so the same code answers for any rank of any mesh, on a laptop: loading, checkpoints,
+No process group is needed, so the same code answers for any rank of any mesh, on a laptop: loading, checkpoints,
 the bill of a step, plans and `verify` all read it. Modules declare parameters (params.py) and communication (doors.py);
 `Rules` and an `Axes` turn declarations into pieces (rules.py); bill.py and stored_bytes.py add up what they cost.
 """

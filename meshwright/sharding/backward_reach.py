@@ -1,4 +1,4 @@
-"""Which parts of a pipeline stage backward passes when some parameters are frozen.
+"""Find which parts of a pipeline stage backward passes when some parameters are frozen.
 
 Autograd stops at the first module with something to train. So with frozen layers, doors and units before it send
 nothing in backward, and the bill must not charge for them.

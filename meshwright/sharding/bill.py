@@ -1,7 +1,7 @@
 """The bill: every collective of a training step with its bytes, computed from declarations, with no device.
 
 `plan` shows it, and oracle K1 of `verify` holds it against what the ranks really send. So it derives from the same
-doors and units that run, but never from the code that runs them: it would repeat a mistake made there.
+doors and units that run, but never from the code that runs them: it would repeat a mistake of that code.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
 
 @dataclass(frozen=True)
 class _Passes:
-    """In how many micro-batches a gradient comes to each part of a stage, and in how many of these it begins there.
+    """Counts of the micro-batches in which a gradient comes to each part of a stage, or begins in it.
 
     `begun`: for a part in which it begins, how many collectives its backward has, by place and direction.
     """
@@ -110,7 +110,7 @@ class _Passes:
         return self._sent(place, "backward", num)
 
     def again(self, place: str, num: int) -> int:
-        """Count what is sent at a place once more, because activation checkpointing reruns forward there."""
+        """Count what is sent at a place once more, because activation checkpointing reruns its forward."""
         return self._sent(place, "forward", num)
 
     def _sent(self, place: str, direction: str, num: int) -> int:
@@ -303,9 +303,9 @@ def _scales(
 
 
 def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
-    """Charge for one flat all-reduce per set of axes: of gradients that have copies there and are in no FSDP unit.
+    """Charge for one flat all-reduce per set of axes: of gradients that have copies on them and are in no FSDP unit.
 
-    The engine asks `axes_left_to_sum`. The bill must not: it would repeat a mistake that is made there.
+    The engine asks `axes_left_to_sum`. The bill must not: it would repeat a mistake of that code.
     """
     units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
     reduced_by_fsdp = {

@@ -118,7 +118,7 @@ ATTENTION, DELTA = "attention", "delta"  # mixers, by their names in `mw.Context
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """How the heads `start..stop` of a tp rank are dealt out to `parts` neighbours on cp: evenly, in order."""
+    """A split of the heads `start..stop` of a tp rank over `parts` neighbours on cp: evenly, in order."""
 
     start: int
     stop: int

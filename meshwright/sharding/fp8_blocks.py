@@ -1,4 +1,4 @@
-"""Which weights have FP8 matmuls, and whether a mesh leaves their 128 x 128 blocks whole.
+"""Find which weights have FP8 matmuls, and whether a mesh leaves their 128 x 128 blocks whole.
 
 A block that two ranks shared would get two scales, and the mesh would change the rounding. So such meshes are refused,
 and results stay the same on every mesh that is accepted.
@@ -18,7 +18,7 @@ from .params import Block, Param, matrix_shape
 from .rules import ShardingSpec, cut, local_sizes, place, tp_sizes
 
 SCALES = "the scales of what is gathered in 8 bits"  # the name of their all-reduce in errors and the bill
-SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
+SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with its own blocks
 
 
 def gathered_in_fp8(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
@@ -65,7 +65,7 @@ def check_fp8(spec: ShardingSpec, axes: Axes) -> None:
 
 
 def _misfits(spec: ShardingSpec, tp: int) -> dict[str, str]:
-    """Return the parameters of which a rank has something else than whole blocks, and what it has."""
+    """Return the parameters whose parts on some rank are not whole blocks, and what these parts are."""
     misfits, by_kind = dict[str, str](), dict[object, str]()
     for name, param in spec.table.params.items():
         if name in spec.fp8:

@@ -64,8 +64,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Init:
-    """How a new value is drawn: `normal` (of std `scale`), `uniform` (within +-scale), `zeros`, `ones`, `log_uniform`
-    (log of 0..scale).
+    """The initial value of a parameter: `normal` (of std `scale`), `uniform` (within +-scale), `zeros`, `ones`,
+    `log_uniform` (log of 0..scale).
     """
 
     kind: str
@@ -272,7 +272,7 @@ def _check_view(param: Param, block: Block) -> None:
         block.view(torch.empty(block.shape, device="meta"))
     except RuntimeError as error:
         raise LayoutError(
-            f"{param.name}: {block.source} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
+            f"{param.name}: {block.source} of {block.key} {block.shape} is not a view of our {block.ours}: {error}"
         ) from error
 
 

@@ -28,7 +28,7 @@ from .stages import Stage, line_of, stages_of, stages_of_param
 
 @dataclass(frozen=True)
 class Rules:
-    """Which mesh axis cuts which dim.
+    """The rules that say which mesh axis cuts which dim.
 
     `whole`: dims that stay whole where the axis does not divide them (kv heads with a large tp: each rank keeps all of
     them and slices in forward). `uneven`: dims whose last piece may be shorter. Every other dim must divide.
@@ -250,7 +250,7 @@ class Piece:
 
     @property
     def first_col(self) -> int:
-        """Return the first column, in the matrix of the whole parameter, if the columns are contiguous there."""
+        """Return the first column, in the matrix of the whole parameter, if the columns are contiguous in it."""
         at = 0
         for start, size in zip(self.box.start[len(self.param.rows) :], self.param.cols.values(), strict=True):
             at = at * size + start

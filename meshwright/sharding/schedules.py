@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: 1F1B, interleaved 1F1B, zero bubble (ZB-H1) and V (ZB-V). Nothing here runs.
+"""Pipeline schedules as data: 1F1B, interleaved 1F1B, zero bubble (ZB-H1) and V (ZB-V). None runs.
 
 A schedule is a list of actions for each rank of the axis pp: forward and backward of micro-batches through stages. As
 data it can be examined before any process starts: whether it deadlocks, how long ranks wait (the bubble), how many

@@ -137,9 +137,9 @@ def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:
     The first rank of a position on pp has the first part of everything, and first parts are the largest (`chunk`), so
     it stores most.
 
-    Call ranks alike if tp and ep give them cuts of the same sizes. Among alike ranks of a replica a later one comes
+    Call ranks similar if tp and ep give them cuts of the same sizes. Among similar ranks of a replica a later one comes
     later in the shards of every parameter, or at the same place, and shards never grow along their axis. So the last of
-    alike ranks stores least. Cuts repeat every lcm(tp, ep) ranks, so these last ones are at the end.
+    similar ranks stores least. Cuts repeat every lcm(tp, ep) ranks, so these last ones are at the end.
     """
     cuts = {
         (param.dims[dim], axis) for param in spec.table for dim, axis in place(param, spec.rules, axes).split.items()

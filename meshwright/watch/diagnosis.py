@@ -32,11 +32,11 @@ class Heartbeat:
         return f"{self.state} {'at ' if self.state == WAITS else ''}{self.at}{task}, for {self.still_s:.0f} s"
 
 
-# What may have happened to a rank, worst first: the first one found is to blame. Below: what the user can do about it.
+# What may have happened to a rank, worst first: the first that applies is to blame. `_FIXES` says what a user can do.
 NEVER = "never joined the run"
 GONE = "no sign of life: it died, or its machine or network is gone"
 DIED = "died, its process is gone"
-STOPPED = "stopped (SIGSTOP, a debugger), its process is there but gets no turn"
+STOPPED = "stopped (SIGSTOP, a debugger), its process exists but gets no turn"
 HELD = "no sign of life, though its process runs"
 ENDED = "left, its script came to an end"
 FAILED = "raised an error"

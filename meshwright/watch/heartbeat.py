@@ -209,18 +209,18 @@ def _home() -> str:
 class Watch:
     """The thread that writes this rank's heartbeat, until `leave`.
 
-    With `loud` it also logs a diagnosis after the timeout: on a GPU torch's watchdog ends the process before Python
-    sees an error.
+    With `loud` it also logs a diagnosis shortly before the timeout: on a GPU torch's watchdog then ends the process,
+    and Python never sees an error.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
-        # A connection of its own: a store serves one request at a time, and another thread may be blocked in one.
+        # A separate connection: a store serves one request at a time, and another thread may be blocked in one.
         self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
         self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
         position.now = (WORKS, "after joining the run", time.monotonic())
-        # The first heartbeat is written here: a rank that never joined is then one without any.
+        # The first heartbeat is written at once: a rank that never joined is then one without any.
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -235,7 +235,7 @@ class Watch:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
                 # Only inside a guarded call: between calls, user code may take as long as it likes.
-                if self.loud and position.inside and time.monotonic() - position.now[2] > self.timeout_s:
+                if self.loud and position.inside and time.monotonic() - position.now[2] > _loud_after_s(self.timeout_s):
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
@@ -273,8 +273,9 @@ class Watch:
         return answers[-1]
 
     def _elsewhere(self) -> str:
-        """Name the ranks of other machines, of which nothing is known without the store. torchrun numbers neighbours in
-        a row.
+        """Name the ranks of other machines: nothing is known about them without the store.
+
+        torchrun numbers the ranks of a machine consecutively.
         """
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         first = self.rank - self.rank % local
@@ -295,6 +296,11 @@ class Watch:
                 time.sleep(_every_s(self.size) / 5)
             answers.append(look_twice(self.store, range(self.size), self.timeout_s))
             self.store.set("diagnosis", answers[-1])
+
+
+def _loud_after_s(timeout_s: float) -> float:
+    """Return the seconds of waiting after which a diagnosis is logged: it takes some itself, and must win the race."""
+    return timeout_s - min(10.0, timeout_s / 10)
 
 
 def _keeper() -> str:
@@ -332,8 +338,8 @@ def heartbeats(store: Store, ranks: range) -> Heartbeats:
 
 
 def last_seen(store: Store, ranks: range) -> list[str]:
-    """Describe where each rank was last, for the process that keeps the store, which is no rank itself."""
-    # Each attempt of an elastic run has a prefix of its own.
+    """Describe where each rank was last, for the process that keeps the store, which is not a rank itself."""
+    # Each attempt of an elastic run has its own prefix.
     prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
     runs = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
     return [f"rank {rank} {beat}" for beats in runs for rank, beat in beats.items() if beat]

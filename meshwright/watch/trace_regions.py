@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 
 class _Trace:
-    """Whether this process traces."""
+    """A switch: whether this process traces."""
 
     on = False
 

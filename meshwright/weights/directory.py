@@ -53,7 +53,7 @@ _RESTORE_SOURCE = (
 class Export:
     """A planned export: key map, config, small files (tokenizer, templates) and target directory.
 
-    Nothing here refers to the live model. It can be planned, checked and reported before a tensor is touched.
+    Nothing in it refers to the live model. It can be planned, checked and reported before a tensor is touched.
     """
 
     keymap: KeyMap
@@ -91,7 +91,7 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
     """Export the model. All ranks call it and write what they hold; rank 0 creates the directory and renames it into
     place."""
     mesh = stored_model.mesh
-    # Scales first: they need collectives, and a failure there leaves no directory behind.
+    # Scales first: they need collectives, and a failure among them leaves no directory behind.
     with contextlib.ExitStack() as stack:
         scales = scales_for(stored_model, export.keymap)
         directory = _create_directory(mesh, export, stack)
@@ -239,7 +239,7 @@ def _check_carried(keymap: KeyMap) -> None:
     """Check that the files from which tensors or scales will be copied are still those that were loaded."""
     if keymap.source is not None:
         of_source = {key: scale for key, scale in keymap.source.scales.items() if key in keymap.scales}
-        read = {*keymap.carried, *of_source, *(key for scale in of_source.values() for key in scale.beside)}
+        read = {*keymap.carried, *of_source, *(key for scale in of_source.values() for key in scale.companion_keys)}
         files = sorted({keymap.source.entries[key].file for key in read})
         keymap.source.check_unchanged(files, _RESTORE_SOURCE)
 
@@ -253,7 +253,7 @@ def write_small(export: Export, folder: Path) -> None:
     if not _has_config(folder / CONFIG, export.config):
         (folder / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")
     if _has_index(keymap):
-        # Fields that the source's index has beside weight_map and total_size are kept.
+        # Fields that the source's index has next to weight_map and total_size are kept.
         index = dict(keymap.source.index or {}) if keymap.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
         index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
@@ -278,7 +278,7 @@ def _total(keymap: KeyMap) -> int:
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap: KeyMap) -> dict[str, Any]:
-    """Return the config of the export: the source's, with the dtype that was asked for and the quantisation that is
+    """Return the config of the export: the source's, with the requested dtype and the quantisation that is
     written.
 
     Loaders trust it. A config that says float16 over bfloat16 tensors, or that names a quantisation that is gone,

@@ -26,7 +26,7 @@ from .source import Source
 def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
     """Return the scales of a matrix: what tp and ep leave of a parameter, with all rows, because FSDP gathers all rows.
 
-    A stacked parameter (experts, fused gate and up) is made of several blocks, each with scales of its own in the
+    A stacked parameter (experts, fused gate and up) is made of several blocks, each with its own scales in the
     files. The grid stacks them and maps each row of the parameter to its row of scales.
 
     FSDP cuts rows anywhere, and after its all-gather the whole matrix is multiplied; so scales are kept for all rows,
@@ -90,7 +90,7 @@ class Values(Mapping[str, Tensor]):
         """Return the parameters for which `keep(name)` is true."""
         return replace(self, stored={name: tensor for name, tensor in self.stored.items() if keep(name)})
 
-    def beside(self, more: Mapping[str, Tensor]) -> Values:
+    def with_tensors(self, more: Mapping[str, Tensor]) -> Values:
         """Return the mapping with more tensors."""
         return replace(self, stored={**self.stored, **more})
 

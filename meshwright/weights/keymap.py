@@ -1,7 +1,7 @@
 """The key map: which keys, dtypes, layouts and files spell a model's parameters. Recorded at load, used for export.
 
 Export follows what was read, not the model class. Qwen checkpoints of one architecture differ: experts per expert or
-fused, tied heads stored or not (torchtune#2669), float32 `A_log` beside bfloat16 matrices (ms-swift#9412), MTP experts
+fused, tied heads stored or not (torchtune#2669), float32 `A_log` next to bfloat16 matrices (ms-swift#9412), MTP experts
 fused in one family and apart in the next (NeMo-Automodel#2595). Inference engines expect the key names of the hub
 (verl#6896).
 """
@@ -154,7 +154,7 @@ class KeyMap:
         # The files get back what they had: quantised keys with their scales, in the order of the source's files. Packed
         # 4-bit matrices have no key of their own there, only their codes.
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
-        key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.beside)}
+        key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.companion_keys)}
         key_names -= {key for key, scale in scales.items() if scale.packed}
         keys = {name: key for name, key in keys_of(self.source).items() if name in key_names}
         keys |= {name: self.keys[name] for name in self.keys if name in key_names and name not in keys}
@@ -162,7 +162,11 @@ class KeyMap:
         ordered = sorted(keys.values(), key=lambda key: file_order[key.file])
         # Read-only formats and untrained matrices are copied with everything that belongs to them.
         copied = [key for key, scale in scales.items() if scale.form or key in self.carried]
-        carried = {*self.carried, *copied, *(each for key in copied for each in scales[key].beside)} & keys.keys()
+        carried = {
+            *self.carried,
+            *copied,
+            *(each for key in copied for each in scales[key].companion_keys),
+        } & keys.keys()
         fresh = _modules(key for key in ordered if key.name in self.fresh_keys)
         quantization = also_plain(self.source.quantization, fresh)
         ordered_keys = {key.name: key for key in ordered}
@@ -228,7 +232,7 @@ def keys_of(source: Source) -> dict[str, Key]:
 
 def _value_keys(source: Source, dtype: torch.dtype) -> dict[str, Key]:
     """Return the keys of a source as they are when dequantised: without scales, matrices in `dtype`."""
-    companions = {key for scale in source.scales.values() for key in scale.beside}
+    companions = {key for scale in source.scales.values() for key in scale.companion_keys}
     keys = {name: key for name, key in keys_of(source).items() if name not in companions}
     return {name: key._replace(dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
 

@@ -114,7 +114,7 @@ def atomic_directory(target: Target) -> Iterator[Path]:
 
     After a failure or an interrupt it is removed. If it is complete and only the rename fails, it stays as
     `.NAME.finished-...`: hours of work may be in it. A killed process leaves `.NAME.unfinished-...`; if killed during
-    the swap, `.NAME.finished-...` beside `.NAME.replaced-...`, both complete.
+    the swap, `.NAME.finished-...` and `.NAME.replaced-...`, both complete.
     """
     check_target(target)
     # A sibling of the target: rename is atomic only within one file system.

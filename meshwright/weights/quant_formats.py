@@ -45,7 +45,7 @@ _PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], 1).t
 
 @dataclass(frozen=True)
 class Scale:
-    """Where the scales of a matrix are stored, and the rows and columns of a block."""
+    """The place of a matrix's scales in the files, and the rows and columns of a block."""
 
     key: str
     block: tuple[int, int]
@@ -55,7 +55,7 @@ class Scale:
     unused: tuple[str, ...] = ()  # keys that belong to the matrix and do not change its values
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def companion_keys(self) -> tuple[str, ...]:
         """Return all keys that belong to the matrix, except its own."""
         return tuple(key for key in (self.key, self.packed, self.divisor, *self.unused) if key)
 
@@ -309,7 +309,7 @@ def scales_for_amax(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Which scale each element of a view has: row and column indices that broadcast to the shape of the view.
+    """The scale of each element of a view: row and column indices that broadcast to the shape of the view.
 
     A view may be transposed, sliced or stacked; the indices follow its strides. Expanding scales to the size of the
     matrix would need as much memory as the values.

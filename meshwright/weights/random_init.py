@@ -1,4 +1,4 @@
-"""Initialise parameters so that values do not depend on the mesh: each block of 64 rows has a generator of its own.
+"""Initialise parameters so that values do not depend on the mesh: each block of 64 rows has its own generator.
 
 The seed of a block is a hash of (seed, parameter name, block number), a counter-based scheme. A generator per rank
 gives every tp shard the same numbers (ms-swift#7944), or other numbers for each mesh size (pytorch#168058); DTensor's

@@ -98,11 +98,13 @@ def _nearest(group: str, keys_by_layout: Mapping[str, list[str]], source: Source
 def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     """Return keys that are carried through and not trained. Any other key that no parameter uses is an error."""
     own_keys = {k for p in table for k in chosen(p, choice).keys}
-    own_keys |= {companion for key in own_keys if key in source.scales for companion in source.scales[key].beside}
+    own_keys |= {
+        companion for key in own_keys if key in source.scales for companion in source.scales[key].companion_keys
+    }
     # Scales of a quantised tensor that is itself carried are carried with it. Everything else must match a pattern that
     # the model family declares (`mtp.*` of Qwen3.5), so a typo in a key map cannot hide as "carried".
     others = [k for k in source.entries if k not in own_keys]
-    companions = {companion for scale in source.scales.values() for companion in scale.beside}
+    companions = {companion for scale in source.scales.values() for companion in scale.companion_keys}
     unknown = [
         k
         for k in others
@@ -207,8 +209,8 @@ class Reader:
             into = target.view(-1).view(torch.uint8)
             self._read_into(entry, into, int(source_view.storage_offset()) * target.element_size())
             return
-        for into, found in self._staged(block, common, target):
-            into.copy_(found)
+        for into, values in self._staged(block, common, target):
+            into.copy_(values)
 
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Check that keys which hold a parameter a second time (a tied head that is stored twice) hold the same values.
@@ -235,7 +237,7 @@ class Reader:
     def _staged(self, block: Block, common: Box, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parts of the target with what the source has for them. The second tensor is valid until the next part.
 
-        Parts are bounded so that a rank needs a few MB beside its parameters, also for a vocabulary of a billion
+        Parts are bounded so that a rank needs a few MB on top of its parameters, also for a vocabulary of a billion
         elements.
         """
         entry = self.source.entries[block.key]
@@ -303,7 +305,7 @@ class Reader:
         strips = _Strips.of(source_view)
         if entry.dtype == PACKED:
             return self._unpacked(entry, source_view, strips, block.turned or strips.together(dtype.itemsize))
-        if block.turned or strips.together(dtype.itemsize):  # a transposed matrix is read whole, and transposed here
+        if block.turned or strips.together(dtype.itemsize):  # a transposed matrix is read whole, then transposed
             self._read_into(entry, self._buffer_of(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
             return (
                 self._buffer[: strips.span * dtype.itemsize]
@@ -358,7 +360,7 @@ class Reader:
 
     def _fetch(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Read until the buffer is full; pread may return less."""
-        # os.preadv may return fewer bytes than asked for, on network file systems and for reads over 2 GiB.
+        # os.preadv may return fewer bytes than requested, on network file systems and for reads over 2 GiB.
         while into:
             num = os.preadv(self._fds[entry.file], [into], offset)
             if num == 0:

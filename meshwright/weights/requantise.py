@@ -111,13 +111,13 @@ class BlockScan:
 
     def unchanged_tensors(self, key: str) -> dict[str, Tensor]:
         """Return the tensors of a matrix as the source has them."""
-        assert self.reader is not None, "it was read from there"
-        names = [key, *self.scales[key].beside]
+        assert self.reader is not None, "the matrix was read from a source"
+        names = [key, *self.scales[key].companion_keys]
         return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
 
     def read_scales(self) -> None:
-        """Read the source's scales of all keys, also of those that this rank stores no part of: all ranks choose
-        alike."""
+        """Read the source's scales of all keys, also of those that this rank stores no part of, so that all
+        ranks choose equally."""
         for key in self.amax:
             if not self.scales[key].form and (reader := self.source_reader(key)) is not None:
                 self.source_scales[key] = reader.scales(key)

@@ -17,7 +17,7 @@ from .file_version import Stamp, opened
 
 # Files that a tokenizer, an image processor or a human reader needs.
 _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
-# Files of a checkpoint, never copied from the source: an old manifest beside new weights would vouch for them.
+# Files of a checkpoint, never copied from the source: an old manifest next to new weights would vouch for them.
 MANIFEST, TRAINER = "meshwright.json", "trainer.json"
 _TEMPLATES = "additional_chat_templates"
 _KEPT_BYTES = 64 << 20  # the largest tokenizer.json files have half of this

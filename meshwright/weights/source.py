@@ -19,7 +19,7 @@ from .safetensors_header import Entry, read_header, read_stamped_json, short
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _LOAD_AGAIN = "load again when its writer has finished; a writer should fill a new directory and rename it into place"
-_LOOKS, _LOOK = 512, 64  # a checksum samples at least so many tensors (if there are), and bytes of each
+_LOOKS, _LOOK = 512, 64  # a checksum samples: tensors (all, if a model has fewer), and bytes of each
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         return listed, index, {INDEX: stamp}
     files = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in files:
-        _refuse_others(root, names, ["model.safetensors"], "stands beside model.safetensors without an index")
+        _refuse_others(root, names, ["model.safetensors"], "is next to model.safetensors without an index")
         return ["model.safetensors"], None, {}
     if not files:
         # A .bin file is a pickle, which can run any code when it is loaded.
