@@ -19,7 +19,7 @@ from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
 from .linear import Quantisable
 from .lora import ADAPTER
-from .lora_targets import adapt, adapters_of
+from .lora_targets import adapt, adapters_of, without_adapters
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
 from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, tower_shape_of

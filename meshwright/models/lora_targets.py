@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -80,6 +81,19 @@ def _attach(module: nn.Module, attribute: str, lora: Lora) -> None:
     else:
         assert isinstance(module, Linear)
         module.lora = Adapter(base.param, lora)
+
+
+@contextlib.contextmanager
+def without_adapters(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch the adapters of a model off, so that it computes what its base does."""
+    adapters = [adapter for part in parts for adapter in adapters_of(part)]
+    for adapter in adapters:
+        adapter.on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.on = True
 
 
 def adapters_of(model: nn.Module) -> list[Adapter | ExpertAdapter]:

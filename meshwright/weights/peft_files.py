@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ..errors import LoadError
 from ..recipe import Lora
-from ..sharding import Param
+from ..sharding import Param, Piece
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -196,6 +197,20 @@ def read_factors(files: AdapterFiles, params: Iterable[Param]) -> Iterator[tuple
             f"{files.directory / WEIGHTS_FILE} holds {left[0]} ({len(left)} such keys), which no adapter of this model "
             "takes; is it an adapter of another base?"
         )
+
+
+def fill_factors(path: str, table: Iterable[Param], pieces: Mapping[str, Piece], stored: Mapping[str, Tensor]) -> None:
+    """Fill the factors of this rank from a PEFT directory: whole factors are read one by one, and its part is kept."""
+    with torch.no_grad():
+        for param, whole in read_factors(open_adapter(path), [param for param in table if param.adapter]):
+            if param.name in pieces:
+                for box, view in pieces[param.name].views(stored[param.name]):
+                    view.copy_(whole[box.slices])
+
+
+def checksum(lora: Lora) -> str:
+    """Return a checksum of the PEFT files, for the comparison between ranks; empty without any."""
+    return "" if lora.path is None else f" ({zlib.crc32((Path(lora.path) / WEIGHTS_FILE).read_bytes()):08x})"
 
 
 Take = Callable[[str, Sequence[int]], Tensor]
