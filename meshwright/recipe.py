@@ -197,8 +197,7 @@ class Lora:
 
     rank: int = option(16, "Rank of the adapters.")
     alpha: float = option(
-        32.0, "Scale of the adapters: `alpha / rank` times `B @ A` is added to a matrix. With a constant `alpha / rank` "
-        "one learning rate serves all ranks.",
+        32.0, "Scale of the adapters: `alpha / rank` times `B @ A` is added to a matrix.",
     )  # fmt: skip
     targets: str | Sequence[str] = option(
         ALL_LINEAR, 'Modules with adapters, by PEFT\'s names: the last parts of a name ("q_proj", "mlp.down_proj"), or '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import weights
-from ..errors import ConfigError, ExportError
-from ..sharding import Param
+from ..errors import CheckpointError, ConfigError, ExportError
+from ..optim import SCALES
+from ..sharding import Param, Table
 from ..watch import names_lost_ranks
 from ..weights import peft_files
 from .agreement import Proposal, agree, check_is_model
@@ -130,6 +132,51 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     )
     for file in folder.iterdir():
         weights.to_disk(file)
+
+
+def saved_part(model: Model, table: Table) -> tuple[Table, weights.KeyMap]:
+    """Return the parameters and keys that a checkpoint holds: all of them, or with adapters those that are trained.
+
+    The base is not saved again with every checkpoint. Everything is in one file, whose name no loader of models looks
+    for: a checkpoint of adapters must not load as a model without them. `table`: parameters, and scales of 8-bit state.
+    """
+    if model.recipe.lora is None:
+        return table, model.keymap
+    trained = {*model.trained}
+    params = {
+        n: p for n, p in table.params.items() if n in trained or (n not in model.table.params and _owner(n) in trained)
+    }
+    made_of = weights.blocks_by_key(replace(table, params=params), model.keymap.choice)
+    keys = {n: k._replace(file=weights.ADAPTERS) for n, k in model.keymap.keys.items() if n in made_of}
+    metadata = {weights.ADAPTERS: {"format": "pt"}}
+    keymap = replace(model.keymap, keys=keys, carried=frozenset(), fresh=frozenset(), metadata=metadata)
+    return replace(table, params=params, carried=()), keymap
+
+
+def _owner(scales: str) -> str:
+    """Return the parameter whose 8-bit state has these scales."""
+    return scales.removesuffix(SCALES)
+
+
+def check_same_adapters(model: Model, saved: Mapping[str, Any] | None, at: Path) -> None:
+    """Refuse to resume adapters on a model without them, of other rank or scale, or on another base."""
+    now = adapter_record(model)
+    if now == saved:
+        return
+    if now is None or saved is None:
+        has, needs = ("adapters", "no lora=") if now is None else ("no adapters", "lora=")
+        raise CheckpointError(
+            f"{at} has {has}, but the engine's model was loaded with {needs}; load it as it was saved"
+        )
+    name = next(name for name in now if now[name] != saved.get(name))
+    fix = (
+        "load the base that they were trained with"
+        if name == "base"
+        else f"load the model with lora.{name}={saved.get(name)!r}"
+    )
+    raise CheckpointError(
+        f"the adapters of {at} have {name}={saved.get(name)!r}, the engine's model has {now[name]!r}; {fix}"
+    )
 
 
 def adapter_record(model: Model) -> dict[str, Any] | None:

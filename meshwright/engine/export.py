@@ -299,10 +299,10 @@ def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMa
 
 def _stored_tensors(model: Model, which: str) -> Mapping[str, Tensor]:
     """Return this rank's weights or gradients. Refuse to stream gradients before a backward."""
-    if which == "weight":
+    if which in ("weight", "merged", "adapter"):
         return model.values()
     if which != "grad":
-        raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
+        raise ConfigError(f"stream(model, {which!r}): choose 'weight', 'grad', 'merged' or 'adapter'")
     grads = model.grads()
     if not grads and model.trainable:  # a pipeline stage may have nothing to train
         raise StateError("the model has no gradients; call engine.backward(batches), and update() only afterwards")

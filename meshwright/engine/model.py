@@ -59,13 +59,13 @@ from ..weights import (
     load_bill,
     local_directory,
     open_source,
+    peft_files,
     plan_reads,
     read_config,
     read_small,
     read_stamped_config,
     rows_of,
 )
-from ..weights import peft_files
 from .gradient_start import begun_backward
 from .validation import check_loading, check_unquantised, show_fields_in_help
 

@@ -9,7 +9,7 @@ adapters have no collective of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -80,15 +80,19 @@ class ExpertAdapter(nn.Module):
         """Return the factors of the experts of this rank, or None where the adapter is switched off."""
         if not self.on:
             return None
-        return ops.LowRank(*(factor.unflatten(0, (num_experts, -1)) for factor in (self.a, self.b)), self.scale)
+        a_ErI, b_EOr = (factor.unflatten(0, (num_experts, -1)) for factor in (self.a, self.b))
+        return ops.LowRank(a_ErI, b_EOr, self.scale)
 
 
-def _beside(base: Param, rows: dict[str, int], cols: dict[str, int], init: Init, **where: object) -> Declared:
+def _beside(
+    base: Param, rows: Mapping[str, int], cols: Mapping[str, int], init: Init, *, key: str | None = None,
+    layouts: Sequence[Layout] = (),
+) -> Declared:  # fmt: skip
     """Declare a factor that lives where its base does: the same layer and, by its dims, the same ranks.
 
     Without weight decay, as PEFT's users expect: the library's default of 0.1 would pull `B @ A`, not W, towards 0.
     """
-    made = weight(rows, cols, init=init, decay=False, adapter=True, **where)
+    made = weight(rows, cols, key=key, layouts=layouts, init=init, decay=False, adapter=True)
     made.param = replace(made.param, layer=base.layer, first=base.first)
     return made
 

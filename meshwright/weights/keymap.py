@@ -204,6 +204,8 @@ class KeyMap:
 
     def of_base(self) -> KeyMap:
         """Return the key map of everything but adapters."""
+        if all(key.file != ADAPTERS for key in self.keys.values()):
+            return self
         return replace(self, keys={k.name: k for k in self.keys.values() if k.file != ADAPTERS})
 
     def without(self, name: str) -> KeyMap:
