@@ -109,10 +109,11 @@ class Blueprint:
         cast in slices (ops/loss.py), which would sum the gradients that pass through it in another order.
         """
         wide, keymap = torch.promote_types(compute, torch.float32), self.keymap
+        is_base = keymap.source is not None or self.recipe.lora is not None  # else drawn, to be trained
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
 
         def stored(param: Param) -> torch.dtype:
-            frozen = keymap.source is not None and param.name not in stays_wide and not param.float32
+            frozen = is_base and param.name not in stays_wide and not param.float32
             return keymap.file_dtype(param) if frozen else wide
 
         return {param.name: stored(param) for param in self.table}

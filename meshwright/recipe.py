@@ -214,10 +214,11 @@ class Lora:
     )  # fmt: skip
     dropout: float = option(
         0.0, "Only 0 is supported: a mask would have to be the same on all meshes and in recomputation.",
+        command=False,
     )  # fmt: skip
     b_std: float = option(
         0.0, "Standard deviation of B at the start. 0, as in PEFT, makes step 0 equal to the base bit for bit. Proofs "
-        "draw B, because A has no gradient where B is 0.",
+        "draw B, because A has no gradient where B is 0.", command=False,
     )  # fmt: skip
     path: str | None = option(None, "Directory of a PEFT adapter to go on from. It must fit rank, alpha and targets.")
 

@@ -5,7 +5,7 @@
 
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from . import losses
-from .adapters import export_adapter
+from .adapters import check_export_adapter, export_adapter
 from .batching import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord

@@ -79,6 +79,35 @@ def _assembled(param: Param, whole: Mapping[str, Tensor]) -> Tensor:
     return out.view(param.matrix)
 
 
+def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: str | None) -> tuple[Path, str]:
+    """Return the path and the layout to write, after all ranks have agreed on them."""
+    check_is_model(model)
+    check_has_adapters(model, call)
+    if not isinstance(directory, str | os.PathLike):
+        raise ExportError(f"{directory!r} is not a path; give the directory to write")
+    chosen = layout or ("per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused")
+    if chosen not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
+    path = weights.path_of(directory).absolute()
+    agree(model, call, lambda: Proposal(settings={"directory": str(path), "layout=": chosen}))
+    return path, chosen
+
+
+@names_lost_ranks()
+def check_export_adapter(
+    model: Model, directory: str | os.PathLike[str], *, layout: str | None = None, overwrite: bool = False
+) -> None:
+    """Refuse, on all ranks, whatever `export_adapter` with the same arguments would refuse. Call it before training."""
+    path, _ = _agreed(model, "check_export_adapter", directory, layout)
+    keys = model.keymap.of_adapters().keys.values()
+
+    def check() -> None:
+        if model.mesh.rank == 0:
+            weights.check_target(_target(model, path, sum(key.num_bytes for key in keys), overwrite))
+
+    model.mesh.together(check, f"the check of {path}", ExportError, f"nothing could be exported to {path}")
+
+
 @names_lost_ranks()
 def export_adapter(
     model: Model, directory: str | os.PathLike[str], *, layout: str | None = None, overwrite: bool = False
@@ -88,30 +117,24 @@ def export_adapter(
     `layout` of routed experts: "fused", as PEFT has them for models of transformers 5, or "per-expert", which vLLM
     reads for Qwen3-MoE. By default as the source has its experts. It appears whole or not at all.
     """
-    check_is_model(model)
-    check_has_adapters(model, "export_adapter")
-    if not isinstance(directory, str | os.PathLike):
-        raise ExportError(f"{directory!r} is not a path; give the directory to write")
-    chosen = layout or ("per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused")
-    if chosen not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
-    path = weights.path_of(directory).absolute()
-    agree(model, "export_adapter", lambda: Proposal(settings={"directory": str(path), "layout=": chosen}))
+    path, chosen = _agreed(model, "export_adapter", directory, layout)
     factors = factors_on_rank_0(model)
 
     def write() -> None:
         if model.mesh.rank == 0:
-            with weights.atomic_directory(_target(model, path, factors, overwrite)) as folder:
+            num_bytes = sum(tensor.nbytes for tensor in factors.values())
+            with weights.atomic_directory(_target(model, path, num_bytes, overwrite)) as folder:
                 _write(model, folder, factors, chosen)
 
     at, nothing = f"the export of adapters to {path}", f"nothing was exported to {path}"
     model.mesh.together(write, at, ExportError, nothing)
 
 
-def _target(model: Model, path: Path, factors: Mapping[str, Tensor], overwrite: bool) -> weights.Target:
-    num_bytes = sum(tensor.nbytes for tensor in factors.values()) + (1 << 16)
+def _target(model: Model, path: Path, num_bytes: int, overwrite: bool) -> weights.Target:
     names = frozenset({peft_files.CONFIG_FILE, peft_files.WEIGHTS_FILE})
-    return weights.Target(path, num_bytes, names, model.directory or path.parent, overwrite, peft_files.CONFIG_FILE)
+    return weights.Target(
+        path, num_bytes + (1 << 16), names, model.directory or path.parent, overwrite, peft_files.CONFIG_FILE
+    )
 
 
 def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: str) -> None:
