@@ -132,7 +132,7 @@ class PipelineSection(section_from(Pipeline)):  # type: ignore[misc]  # the fiel
     """The pipeline schedule and its stages, for meshes with pp."""
 
 
-class LoraSection(section_from(Lora)):  # type: ignore[misc]  # the fields are those of the dataclass
+class LoraSection(section_from(Lora, but={"dropout", "b_std"})):  # type: ignore[misc]  # the fields are those of the dataclass
     """Low-rank adapters instead of all weights; docs/lora.md says when and with which rank and learning rate."""
 
 

@@ -61,7 +61,7 @@ def _resolved(config: Config) -> Config:
 
 def _compared(leaf: Leaf) -> Any:
     """Return the value to compare: for a list of sections only its length, as each field in it is a leaf too."""
-    return len(leaf.value) if section_of(leaf.field.annotation) else leaf.value
+    return len(leaf.value) if is_list(leaf.field.annotation) and section_of(leaf.field.annotation) else leaf.value
 
 
 def _is_fixed(place: Place) -> bool:
