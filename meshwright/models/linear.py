@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -76,19 +77,25 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
     outputs = []
     for fp8 in (False, True):
         same_precision = [part for part, this in zip(parts, is_fp8, strict=True) if this == fp8]
-        outputs.append(iter(_joined(x, same_precision, fp8) if same_precision else ()))
-    return _adapted(x, parts, [next(outputs[this]) for this in is_fp8])
+        outputs.append(iter(_adapted(x, same_precision, _joined(x, same_precision, fp8)) if same_precision else ()))
+    return tuple(next(outputs[this]) for this in is_fp8)
 
 
-def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Add what the adapters make of x, with one GEMM for all of their A."""
-    numbered = [(n, linear.adapter, rows) for n, (linear, rows) in enumerate(parts)]
-    adapted = [(n, adapter, rows) for n, adapter, rows in numbered if adapter is not None]
-    lows = ops.linears(x, [adapter.a for _, adapter, _ in adapted]) if adapted else ()
-    for (n, adapter, rows), low in zip(adapted, lows, strict=True):
-        is_whole = rows in (ALL, slice(0, len(adapter.b)))
-        outputs[n] = adapter.add_to(outputs[n], low, None if is_whole else rows)
-    return tuple(outputs)
+def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Add what the adapters make of x, with one GEMM for all of their A.
+
+    The results are views of one tensor, as the base's are: kernels that follow may round contiguous tensors in another
+    way, and where B is 0 the model must be its base to the bit.
+    """
+    adapters = [linear.adapter for linear, _ in parts]
+    if not any(adapters):
+        return outputs
+    lows = iter(ops.linears(x, [adapter.a for adapter in adapters if adapter is not None]))
+    added = [
+        y if adapter is None else adapter.add_to(y, next(lows), None if _is_whole(rows, adapter.b) else rows)
+        for y, adapter, (_, rows) in zip(outputs, adapters, parts, strict=True)
+    ]
+    return torch.cat(added, -1).split([y.shape[-1] for y in outputs], -1)
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
@@ -99,4 +106,8 @@ def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tupl
 
 def _rows_of(linear: Linear, rows: slice) -> ops.Weight:
     """Return the matrix itself if these are all its rows, as always with FP8, whose blocks must not be cut."""
-    return linear.matrix if rows in (ALL, slice(0, len(linear.weight))) else linear.matrix[rows]
+    return linear.matrix if _is_whole(rows, linear.weight) else linear.matrix[rows]
+
+
+def _is_whole(rows: slice, matrix: Tensor) -> bool:
+    return rows in (ALL, slice(0, len(matrix)))

@@ -77,11 +77,24 @@ def experts(
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # The grouped kernel would leave the rows beyond the counts uninitialised, in the output and in dX.
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
-    strides = (down_EDF, *(low.a_ErI for low in lora if low is not None))
-    grouped = all(can_group(x_ND, each) for each in strides) and not any(fp8)  # no grouped kernel has block scales
+    # The choice for the base does not depend on adapters: where B is 0 the result must be the base's to the bit.
+    grouped = can_group(x_ND, down_EDF) and not any(fp8)  # no grouped kernel has block scales
     multiply = _grouped(counts_E) if grouped else _looped(rows)
-    hidden_NR = _adapted(multiply, x_ND, gate_up_ERD, fp8[0], lora[0])
-    return _adapted(multiply, swiglu(hidden_NR, weight_N), down_EDF, fp8[1], lora[1])
+    hidden_NR = _adapted(multiply(x_ND, gate_up_ERD, fp8[0]), x_ND, lora[0], rows)
+    x_NF = swiglu(hidden_NR, weight_N)
+    return _adapted(multiply(x_NF, down_EDF, fp8[1]), x_NF, lora[1], rows)
+
+
+def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
+    """Add what the adapters make of the rows of each expert: rounded once.
+
+    A rank that is not a multiple of 16 bytes is a stride that the grouped kernel refuses: then a loop runs, which waits
+    for the device.
+    """
+    if lora is None:
+        return y
+    multiply = _grouped(rows.counts_E) if can_group(x, lora.a_ErI) else _looped(rows)
+    return torch.add(y, multiply(multiply(x, lora.a_ErI, False), lora.b_EOr, False), alpha=lora.scale)
 
 
 def _grouped(counts_E: Tensor) -> Multiply:
@@ -94,14 +107,6 @@ def _looped(rows: Rows) -> Multiply:
     """Return a matmul that runs one expert after the other."""
     counts = to_host([rows.counts_E], [len(rows.x_ND)])[0] if rows.counts is None else rows.counts
     return lambda x, weight_EOI, fp8: _LoopedLinear.apply(x, weight_EOI, counts, fp8)
-
-
-def _adapted(multiply: Multiply, x: Tensor, weight_EOI: Weight, fp8: bool, lora: LowRank | None) -> Tensor:
-    """Multiply the rows of each expert by its matrix, and add what its adapter makes of them: rounded once."""
-    y = multiply(x, weight_EOI, fp8)
-    if lora is None:
-        return y
-    return torch.add(y, multiply(multiply(x, lora.a_ErI, False), lora.b_EOr, False), alpha=lora.scale)
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
