@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..log import logger
-from .documents import Documents, documents
-from .meta_kernels import kind_of
+from ...log import logger
+from ..documents import Documents, documents
+from ..meta_kernels import kind_of
 
 Op = Callable[..., Tensor]
 Prepare = Callable[[list[Tensor]], list[Tensor]]
