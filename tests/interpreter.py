@@ -4,6 +4,7 @@ The interpreter is chosen before triton is first imported in a process, which to
 """
 
 import importlib.util
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,8 +27,11 @@ def planted(name, old, new, folder):
     path = folder / f"{name}_planted.py"  # a file: triton reads the source of a kernel from it
     path.write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"{ROOM}.{name}_planted", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
     return module
 
 
