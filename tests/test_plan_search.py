@@ -43,11 +43,15 @@ def written(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
+def request(num: int = 8, device: int = 80 * GB, tokens: int = 8192, **options: Any) -> Asked:
+    return Asked("it", Size(num, 8, tokens, num * tokens), "H100", device, H100, **options)
+
+
 def search_of(
     config: dict[str, Any], num: int, device: int, memory: MemoryOptions = MemoryOptions(), **options: Any
 ) -> SearchResult:
-    size, blueprint = Size(num, 8, 8192, num * 8192), Blueprint.of(config, None, Recipe(memory=memory))
-    return Search(blueprint, Asked("it", size, "it", device, H100, **options), lambda _: None).run()
+    blueprint = Blueprint.of(config, None, Recipe(memory=memory))
+    return Search(blueprint, request(num, device, **options), lambda _: None).run()
 
 
 MESHES = [
@@ -114,8 +118,7 @@ def test_least_memory_is_a_lower_bound() -> None:
 def test_search_reports_progress_and_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SECONDS_BETWEEN_LINES", 0.0)
     lines = list[str]()
-    request = Asked("it", Size(2, 8, 8192, 2 * 8192), "it", 6 * GB, H100, top=1)
-    result = Search(Blueprint.of(DENSE), request, lines.append).run()
+    result = Search(Blueprint.of(DENSE), request(2, 6 * GB, top=1), lines.append).run()
     shares = [int(line.partition("%")[0]) for line in lines]
     assert shares == sorted(shares)
     assert "none fits yet" in lines[0]
@@ -294,8 +297,8 @@ def test_search_refuses_other_options(capsys: Capture, options: list[str], messa
 
 def test_search_keeps_the_requested_schedule() -> None:
     config = tiny.of("qwen3", num_hidden_layers=16, hidden_size=1024, intermediate_size=4096)
-    request = Asked("it", Size(32, 8, 8192, 32 * 8192), "it", 80 * GB, H100, top=2)
-    result = Search(Blueprint.of(config).with_options(pipeline=Pipeline("v")), request, lambda _: None).run()
+    blueprint = Blueprint.of(config).with_options(pipeline=Pipeline("v"))
+    result = Search(blueprint, request(32, top=2), lambda _: None).run()
     schedules = {(c.figures.axes.pp > 1, c.figures.blueprint.recipe.pipeline.schedule) for c in result.best}
     assert schedules <= {(True, "v"), (False, "1f1b")}
 
@@ -307,9 +310,8 @@ def test_recompute_and_hold_options_of_a_mesh() -> None:
     def ways(
         device: int, pipeline: Pipeline = Pipeline(), cut: Cut = cut, tokens: int = 8192
     ) -> list[tuple[str, bool | None]]:
-        request = Asked("it", Size(8, 8, tokens, 8 * tokens), "it", device, H100)
-        searched = Search(blueprint.with_options(pipeline=pipeline), request, lambda _: None)
-        return [(way.memory.recompute, way.hold) for way in searched._ways(cut, MemoryOptions())]
+        searching = Search(blueprint.with_options(pipeline=pipeline), request(8, device, tokens), lambda _: None)
+        return [(way.memory.recompute, way.hold) for way in searching._ways(cut, MemoryOptions())]
 
     kinds = ("none", "selective", "full")
     held = [("selective", True), ("full", True)]
@@ -324,25 +326,20 @@ def test_recompute_and_hold_options_of_a_mesh() -> None:
 
 def test_command_states_the_chosen_hold() -> None:
     axes = Axes(pp=2, fsdp=4)
-    request = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=("meshwright", "plan", "a model"))
     blueprint = Blueprint.of(QWEN3_8B, None, Recipe(memory=MemoryOptions("full")))
     figures = Figures("a model", blueprint, axes, work_of(axes, None, 2), cluster=H100)
     mesh = "meshwright plan 'a model' --mesh pp=2,fsdp=4 --tokens 8192 --micro-batches 2 --recompute full"
-    assert [command(Candidate(figures, hold), request) for hold in (None, True, False)] == [
-        mesh,
-        f"{mesh} --hold",
-        f"{mesh} --no-hold",
-    ]
+    for hold, option in ((None, ""), (True, " --hold"), (False, " --no-hold")):
+        line = command(Candidate(figures, hold), request(words=("meshwright", "plan", "a model")))
+        assert line == mesh + option
 
 
 def test_command_omits_options_of_absent_axes() -> None:
     words = ("meshwright", "plan", "m", "--schedule", "zero-bubble", "--stages=2", "--hold", "--context", "attention=1")
-    request = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=words)
     axes = Axes(fsdp=8)
     figures = Figures("m", Blueprint.of(QWEN3_8B), axes, work_of(axes, None, 1), cluster=H100)
-    assert (
-        command(Candidate(figures, None), request) == "meshwright plan m --mesh fsdp=8 --tokens 8192 --micro-batches 1"
-    )
+    line = command(Candidate(figures, None), request(words=words))
+    assert line == "meshwright plan m --mesh fsdp=8 --tokens 8192 --micro-batches 1"
 
 
 def test_context_options_restrict_the_search_to_cp() -> None:
@@ -357,12 +354,10 @@ def test_context_options_restrict_the_search_to_cp() -> None:
 def test_searches_end_within_a_minute_of_a_cpu() -> None:
     """`make test` has a quarter of the layers. Hardly any mesh fits 64 ranks, so many are costed in full."""
     config = QWEN3_235B_A22B if parts.ALL else {**QWEN3_235B_A22B, "num_hidden_layers": 24}
-    sizes = [Size(1024, 8, 8192, 1024 * 8192), *([Size(64, 8, 32768, 64 * 32768)] if parts.ALL else [])]
     results = []
-    for size, limit in zip(sizes, (60, 40) if parts.ALL else (15,), strict=True):
-        began = time.process_time()
-        request = Asked("it", size, "H100", 80 * GB, H100, top=5 if parts.ALL else 1)
-        results.append(Search(Blueprint.of(config), request, lambda _: None).run())
+    for num, tokens, limit in [(1024, 8192, 60), (64, 32768, 40)] if parts.ALL else [(1024, 8192, 15)]:
+        began, asked = time.process_time(), request(num, tokens=tokens, top=5 if parts.ALL else 1)
+        results.append(Search(Blueprint.of(config), asked, lambda _: None).run())
         assert time.process_time() - began < limit
         assert results[-1].best, "a few where the machine is slow: a search ends after half a minute"
     assert results[0].num_meshes > 1000
