@@ -305,7 +305,7 @@ def with_options(source: Path, out: Path, case: str, mesh: Mapping[str, int]) ->
 KINDS: list[tuple[dict[str, int], list[str]]] = [
     (dict(), ["bfloat16 state", "float64", "frozen parts of a key"]),
     (dict(fsdp=3), parts.every(2, ["a new value head", "frozen parts of a key", "offload", "bfloat16"])),
-    (dict(fsdp=2, tp=2, ep=2), parts.every(2, ["frozen", "a new value head"])),
+    (dict(fsdp=2, tp=2, ep=2) if parts.ALL else dict(tp=2, ep=2), parts.every(2, ["frozen", "a new value head"])),
 ]  # fmt: skip
 
 

@@ -155,10 +155,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def layers_of(case: Case) -> int:
-    """Return as many layers as stages, one of each kind, or two on two ranks of FSDP."""
+    """Return as many layers as stages, one of each kind, or two where layers are gathered again or once."""
     if "pp" in case.mesh:
         return 4 if parts.ALL else 2
-    return 2 if parts.ALL or case.name.startswith("qwen3_5") or case.mesh == dict(fsdp=2) else 1
+    return 2 if parts.ALL or case.name.startswith("qwen3_5") or case.saved in ("full", "once") else 1
 
 
 @pytest.fixture(scope="module")
