@@ -101,7 +101,7 @@ def test_least_memory_is_a_lower_bound() -> None:
     """A search drops meshes whose lower bound does not fit. The bound must also be close."""
     blueprint = Blueprint.of(SHALLOW)
     least, shares = Least(blueprint, 8192, 4), dict[str, list[float]]()
-    for mesh, num in ((dict(fsdp=8), 1), (dict(fsdp=4, cp=2, ep=4), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
+    for mesh, num in ((dict(fsdp=8), 1), (dict(cp=8, ep=8), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
         for recompute in ("none", "selective", "full"):
             axes, memory = Axes(**mesh), MemoryOptions(recompute)
             figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, 8192, num), cluster=H100)
