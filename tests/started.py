@@ -105,8 +105,36 @@ def forked_ranks() -> Iterator[None]:
         SubprocessHandler._popen, processes.start_process = of_torchrun, ours  # type: ignore[method-assign]
 
 
+class Command:
+    """Stand in for `subprocess.Popen` of `python -m meshwright ...`: its fork, with stdout on a pipe or inherited."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, text: bool, stdout: int = 0, **_: int) -> None:
+        assert (list(args[:3]), text) == ([sys.executable, "-m", "meshwright"], True)
+        self.returncode: int | None = None
+        self.read, write = os.pipe() if stdout else (-1, 1)
+        self.pid = os.fork()
+        if self.pid == 0:
+            become(main, [*args[3:]], write, 2, **env)
+        if stdout:
+            os.close(write)
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def communicate(self) -> tuple[str, str]:
+        output = ""
+        if self.read >= 0:
+            with os.fdopen(self.read) as stream:
+                output = stream.read()
+        self.poll(0)
+        return output, ""
+
+
 class Started:
-    """The command on a terminal of so many columns, or with both streams on a pipe."""
+    """Fork the command. Its streams are a terminal of `columns`, or a pipe."""
 
     def __init__(self, arguments: list[str], columns: int = 0, main: Main = main, **environment: str) -> None:
         self.read, write = pty.openpty() if columns else os.pipe()

@@ -143,7 +143,7 @@ def trained(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, int]:
 
 
 TRAINED = [(case, mesh) for case in (("qwen3_5_moe", "NVFP4"), ("qwen3_moe", "MXFP8"))
-           for mesh in (dict(fsdp=2, tp=2), dict())]  # fmt: skip
+           for mesh in (dict(fsdp=2, ep=2), dict())]  # fmt: skip
 
 
 # Every third of four: each format on a mesh, and each mesh with a format.

@@ -213,7 +213,7 @@ def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) ->
 @pytest.mark.parametrize("recompute", parts.every(2, ["full", "none"]))
 def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
     """Backward ends at the first layer with something to train, and gathers nothing before it."""
-    source, mesh = tiny.directory(tmp_path / "it", "qwen3_moe"), dict(fsdp=2, tp=2, ep=2)
+    source, mesh = tiny.directory(tmp_path / "m", "qwen3_moe"), dict(fsdp=2, ep=2)
     trial = trials.trial(source, mesh).with_options(
         train=["layers.1.*", "head.*"], memory=mw.MemoryOptions(recompute=recompute)
     )

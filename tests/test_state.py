@@ -204,10 +204,10 @@ def test_a_batch_made_by_hand(said_of_batches: Callable[[str], list[str]], name:
 
 
 def losses_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any], late: bool) -> list[float]:
-    """Of three steps, before the first of which something is done to the engine, or within which, if `late`."""
+    """Return the losses of two steps. `meddle` changes the engine before the first, or within it if `late`."""
     engine = build(source, mesh)
     found = []
-    for step in range(3):
+    for step in range(2):
         if step == 0 and not late:
             meddle(engine)
         found.append(engine.backward(mine(engine)))
@@ -272,9 +272,9 @@ def test_whatever_one_rank_raises_the_others_hear_of_it(source: Path) -> None:
     assert second == "KeyError: 1"
 
 
-def three_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> dict[str, torch.Tensor]:
+def two_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> dict[str, torch.Tensor]:
     engine = build(source, mesh, router_aux="previous")
-    for _ in range(3):
+    for _ in range(2):
         meddle(engine)
         record = engine.step(mine(engine))
         assert record.expert_load is not None
@@ -288,9 +288,9 @@ def test_a_discarded_step_is_not_the_one_before(source: Path, mesh: dict[str, in
         engine.backward(tiny.batches(7))
         engine.discard()
 
-    size = trials.world_of(mesh)
-    plain = worlds.run(size, three_steps, source, mesh, lambda engine: None)
-    for expected, found in zip(plain, worlds.run(size, three_steps, source, mesh, other), strict=True):
+    cases = {name: functools.partial(two_steps, source, mesh, act) for name, act in
+             {"plain": lambda engine: None, "discarded": other}.items()}  # fmt: skip
+    for expected, found in zip(*worlds.in_turn(trials.world_of(mesh), cases).values(), strict=True):
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

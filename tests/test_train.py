@@ -32,19 +32,19 @@ from tests.started import Started, forked_ranks
     ],
 )
 def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
-    """With 4 and 1 micro-batches a step; with 2 on fsdp=2, which with pp=2 is that of the interrupted run below."""
-    model = source(tmp_path / "m", name)
-    found = {}
+    """Data ranks take 1, 2 or 4 micro-batches a step. The interrupted run below has fsdp=2 and pp=2."""
+    model, steps = source(tmp_path / "m", name), STEPS if ALL else 4
+    results = {}
     for number, mesh in enumerate([{}, *meshes]):
         at = tmp_path / str(number)
         at.mkdir()
         chats(at / "chats.jsonl")
-        on_mesh(file_of(at, model, save={"export": False, "every": 100}), mesh)
-        found[str(mesh)] = losses(at)
-    assert all(len(each) == STEPS for each in found.values())
-    assert found["{}"][-1] < found["{}"][0] - 0.5
-    for mesh_name, each in found.items():
-        assert each == pytest.approx(found["{}"], rel=1e-9), mesh_name
+        on_mesh(file_of(at, model, save={"export": False, "every": 100}, train={"steps": steps}), mesh)
+        results[str(mesh)] = losses(at)
+    assert all(len(each) == steps for each in results.values())
+    assert results["{}"][-1] < results["{}"][0] - 0.5
+    for mesh_name, each in results.items():
+        assert each == pytest.approx(results["{}"], rel=1e-9), mesh_name
 
 
 def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
@@ -115,14 +115,15 @@ def test_held_out_data_and_the_end(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     chats(tmp_path / "held.jsonl", 20)
-    path = file_of(tmp_path, model, eval={"path": str(tmp_path / "held.jsonl"), "every": 5})
-    found = {}
+    held_out = {"path": str(tmp_path / "held.jsonl"), "every": 2}
+    path = file_of(tmp_path, model, eval=held_out, train={"steps": 3}, save={"export": False})
+    results = {}
     for mesh in ({}, dict(fsdp=2)):
         on_mesh(path, mesh, f"out={tmp_path / 'out'}")
-        found[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
+        results[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
         (tmp_path / "out").rename(tmp_path / f"out{len(mesh)}")
-    assert [step for step, _ in found["{}"]] == [5, 10, STEPS]
-    assert [loss for _, loss in found["{}"]] == pytest.approx([loss for _, loss in found["{'fsdp': 2}"]], rel=1e-9)
+    assert [step for step, _ in results["{}"]] == [2, 3]
+    assert [loss for _, loss in results["{}"]] == pytest.approx([loss for _, loss in results["{'fsdp': 2}"]], rel=1e-9)
 
 
 def with_nan(path: Path, steps: Sequence[int], *sets: str) -> str:

@@ -155,7 +155,12 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
 
     def of(group: Sequence[Planted]) -> dict[Planted, list[Finding]]:
         sources = {case: with_a_state if "state" in case[1] else plain for case in group}
-        tried = {case: replace(trials.trial(source, MESHES[case[0]]), steps=3) for case, source in sources.items()}
+        tried = {
+            case: replace(
+                trials.trial(source, MESHES[case[0]]), steps=3 if case[0] == "replicate=2" or parts.ALL else 2
+            )
+            for case, source in sources.items()
+        }
         long = Data(few=FEW, long=1104)  # whole shares of tp
         tried |= {case: replace(each, data=long) for case, each in tried.items() if "long" in case[1]}
         return trials.findings_in_turn(tried, lambda case: planted(PLANTS[case[1]][0]))

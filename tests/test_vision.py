@@ -57,7 +57,7 @@ APART = tuple(name for name in DOCUMENTS if name != "touching")
 
 
 @functools.cache
-def their_positions() -> dict[str, Tensor]:
+def reference_positions() -> dict[str, Tensor]:
     """Of each document that transformers can find them for."""
     model, out = _reference("qwen3_vl").model, dict[str, Tensor]()
     for case in APART:
@@ -67,11 +67,11 @@ def their_positions() -> dict[str, Tensor]:
     return out
 
 
-def otherwise_placed() -> dict[str, int]:
+def misplaced() -> dict[str, int]:
     """How many positions of each document are not those of transformers; and of all of them, packed."""
     due = {
-        **{(case,): theirs for case, theirs in their_positions().items()},
-        APART: torch.cat([*their_positions().values()]),
+        **{(case,): theirs for case, theirs in reference_positions().items()},
+        APART: torch.cat([*reference_positions().values()]),
     }
     found = {names: seeing.packed(names).docs for names in due}
     turns = {
@@ -81,7 +81,7 @@ def otherwise_placed() -> dict[str, int]:
 
 
 def test_positions_are_those_of_transformers() -> None:
-    assert otherwise_placed() == dict.fromkeys([*APART, ", ".join(APART)], 0)
+    assert misplaced() == dict.fromkeys([*APART, ", ".join(APART)], 0)
 
 
 def test_positions_as_the_rule_says() -> None:
@@ -105,7 +105,7 @@ def _reference(name: str) -> Any:
     return seeing.reference(name)
 
 
-def _theirs(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
+def _reference_logits(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
     """Logits; `seen` gets what the tower gave: rows for the places, and those for the first layers."""
 
     def note(_module: Any, _args: Any, out: Any) -> None:
@@ -119,7 +119,7 @@ def _theirs(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
         hook.remove()
 
 
-class Said(NamedTuple):
+class Outputs(NamedTuple):
     """Of all documents: rows of the tower, what its norms make of small numbers, logits, loss and gradients."""
 
     rows: list[Tensor]
@@ -137,7 +137,7 @@ def _of_small_numbers(tower: nn.Module, kind: type[nn.Module]) -> list[Tensor]:
         return [norm(torch.linspace(-2e-3, 2e-3, width)[None]) for norm, width in zip(norms, widths, strict=True)]
 
 
-def ours(source: Path) -> Said:
+def ours(source: Path) -> Outputs:
     """Packed."""
     model, batch = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True), seeing.packed(DOCS)
     rows: list[Tensor] = []
@@ -147,14 +147,14 @@ def ours(source: Path) -> Said:
     logits = mw.logits(model, batch)
     hook.remove()
     loss = mw.Engine(model, lr=1e-3).backward([batch])
-    return Said(rows, _of_small_numbers(tower, LayerNorm), logits, loss, mw.gather(model, "grad"))
+    return Outputs(rows, _of_small_numbers(tower, LayerNorm), logits, loss, mw.gather(model, "grad"))
 
 
-def theirs(name: str) -> Said:
+def reference_outputs(name: str) -> Outputs:
     """The same of transformers, document by document. Its rows come in the order of ours."""
     model, batch, seen = _reference(name), seeing.packed(DOCS), list[list[Tensor]]()
     model.zero_grad()
-    logits = [_theirs(name, DOCUMENTS[doc], seen) for doc in DOCS]
+    logits = [_reference_logits(name, DOCUMENTS[doc], seen) for doc in DOCS]
     terms = [F.cross_entropy(each, labels, reduction="sum") for each, labels in zip(logits, batch.split(batch.labels),
              strict=True)]  # fmt: skip
     loss = torch.stack(terms).sum() / batch.num_targets
@@ -162,7 +162,7 @@ def theirs(name: str) -> Said:
     grads = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
     rows = [torch.cat(each).detach()[_pictures_first().argsort()] for each in zip(*seen, strict=True)]
     norms = _of_small_numbers(model.model.visual, nn.LayerNorm)
-    return Said(rows, norms, torch.cat(logits).detach(), loss.item(), grads)
+    return Outputs(rows, norms, torch.cat(logits).detach(), loss.item(), grads)
 
 
 def _pictures_first() -> Tensor:
@@ -174,7 +174,7 @@ def _pictures_first() -> Tensor:
     return order[is_place].argsort(stable=True)
 
 
-def shares(mine: Said, peer: Said) -> dict[str, float]:
+def shares(mine: Outputs, peer: Outputs) -> dict[str, float]:
     """How far off each is, as a share of what is allowed: above 1 it is wrong."""
     out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(mine.rows, peer.rows, strict=True))}
     out["norms"] = max(_off(*both) for both in zip(mine.norms, peer.norms, strict=True)) / 1e-5
@@ -198,7 +198,7 @@ def _off(mine: Tensor, peer: Tensor) -> float:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_are_those_of_transformers(source: Callable[[str], Path], name: str) -> None:
-    (mine,), peer = worlds.run(1, ours, source(name)), theirs(name)
+    (mine,), peer = worlds.run(1, ours, source(name)), reference_outputs(name)
     assert len(mine.rows) == len(peer.rows) == (3 if "vl" in name else 1)
     assert not {what: share for what, share in shares(mine, peer).items() if not share <= 1}
     top, their_top = mine.logits.double().topk(6), peer.logits.double().topk(6)
