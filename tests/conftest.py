@@ -1,4 +1,4 @@
-"""One thread a process: ranks are forked from here, and forking is safe only where no thread runs."""
+"""One thread a process: tests fork ranks, which is safe only where no thread runs."""
 
 import gc
 import os
@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_the_process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Which tests share a process is decided anew in each run. Process groups belong into forked worlds: one that lived
-    here would leave threads and locks to later forks."""
+    """Tests share a process in any order. Process groups belong into forked worlds: in this process one would leave
+    threads and locks to later forks."""
     before = _environment()
     yield
     of_kernels = request.node.get_closest_marker("gpu")  # those who import them find out what they write there

@@ -142,11 +142,11 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as at:
-        found = numbers(Path(at))
+        result = numbers(Path(at))
     if options.what == "write":
-        options.file.write_text(json.dumps(found, indent=1))
+        options.file.write_text(json.dumps(result, indent=1))
         return 0
-    apart = differences(json.loads(options.file.read_text()), json.loads(json.dumps(found)))
+    apart = differences(json.loads(options.file.read_text()), json.loads(json.dumps(result)))
     print(*apart, f"{len(apart)} differences", sep="\n")
     return int(bool(apart))
 

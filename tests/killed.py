@@ -1,5 +1,5 @@
-"""Kill one of four ranks at a random moment. The run restarts by itself, and ends like an undisturbed one: the same bytes
-in its checkpoint and export, the same documents and tokens in every step of every rank.
+"""Kill one of four ranks at a random moment. The run restarts by itself, and ends like an undisturbed one: the same
+bytes in its checkpoint and export, the same documents and tokens in every step of every rank.
 
     python -m tests.killed --moments 10
 """
@@ -64,7 +64,7 @@ def undisturbed(path: Path, out: Path, world: int) -> float:
     """Return how long the ranks ran."""
     with _started(path, out, world) as run:
         began = time.monotonic()
-        assert run.end(_SECONDS) == 0, run.said[-3000:]
+        assert run.end(_SECONDS) == 0, run.output[-3000:]
     return time.monotonic() - began
 
 
@@ -79,7 +79,7 @@ def killed(path: Path, out: Path, moment: float, rank: int, world: int) -> Kille
             os.kill(ranks[rank], signal.SIGKILL)
         except ProcessLookupError:
             return None
-        assert run.end(_SECONDS) == 0, run.said[-3000:]
+        assert run.end(_SECONDS) == 0, run.output[-3000:]
     restarts = len([*(out / "logs").iterdir()]) - 1
     if not restarts:
         return None

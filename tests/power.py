@@ -1,6 +1,6 @@
 """What a power cut may leave on a disk, for a directory tree in which a test runs.
 
-A disk keeps what was told to be on it: the bytes of a file at its last fsync, the names in a directory at the
+A disk keeps what was synced to it: the bytes of a file at its last fsync, the names in a directory at the
 directory's last fsync. Of all else it keeps any part. `Disk` watches a tree at each call that a program makes to change
 names or to fsync, and `after_a_cut` makes trees that a cut at any of these moments could leave: each change of names
 that is not yet on the disk kept or lost, each file that is not yet on it whole, torn, empty or as it was.

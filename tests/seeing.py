@@ -86,8 +86,8 @@ def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)
     save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
-    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
-    (at / "config.json").write_text(json.dumps({**of(name, **changes), **said}))
+    message = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    (at / "config.json").write_text(json.dumps({**of(name, **changes), **message}))
     return at
 
 

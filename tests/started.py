@@ -140,7 +140,7 @@ class Started:
         self.read, write = pty.openpty() if columns else os.pipe()
         if columns:
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        self.said = ""
+        self.output = ""
         self.pid = os.fork()
         if self.pid == 0:
             os.environ.pop("COLUMNS", None)
@@ -157,11 +157,11 @@ class Started:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
-    def until(self, found: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, result: Callable[[], object], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not found():
-            assert time.monotonic() < end, self.said[-3000:]
-            assert self.more(), self.said[-3000:]
+        while not result():
+            assert time.monotonic() < end, self.output[-3000:]
+            assert self.more(), self.output[-3000:]
 
     def more(self) -> bool:
         """What it said since; False at its end."""
@@ -171,14 +171,14 @@ class Started:
             some = os.read(self.read, 65536)
         except OSError:  # a terminal that nobody writes to any more
             return False
-        self.said += some.decode(errors="replace")
+        self.output += some.decode(errors="replace")
         return bool(some)
 
     def end(self, seconds: float = 60) -> int:
         """Its exit code."""
         until = time.monotonic() + seconds
         while self.more():
-            assert time.monotonic() < until, self.said[-3000:]
+            assert time.monotonic() < until, self.output[-3000:]
         os.close(self.read)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -188,13 +188,13 @@ class Started:
 
     @property
     def last_line(self) -> str:
-        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
+        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.output).strip().splitlines()[-1]
 
 
 def children(pid: int) -> list[int]:
     """The processes that it has started, the first one first: their numbers begin anew at some time."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return sorted((int(each) for each in found.stdout.split()), key=lambda each: (_started_at(each), each))
+    result = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return sorted((int(each) for each in result.stdout.split()), key=lambda each: (_started_at(each), each))
 
 
 def _started_at(pid: int) -> int:
@@ -206,7 +206,7 @@ def _started_at(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, and theirs."""
+    """Return its children and all below them."""
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
@@ -226,12 +226,12 @@ def ports(pids: Sequence[int]) -> set[tuple[str, int]]:
 
 
 def _sockets(pid: int) -> set[str]:
-    found, folder = set(), Path(f"/proc/{pid}/fd")
+    result, folder = set(), Path(f"/proc/{pid}/fd")
     with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended since
         for file in folder.iterdir():
             with suppress(FileNotFoundError):  # it was closed since
-                found.add(os.readlink(file))
-    return found
+                result.add(os.readlink(file))
+    return result
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:

@@ -117,7 +117,7 @@ def default_group(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     """verify has its processes for itself."""
     for node in ast.walk(tree) if room != "verify" else ():
         called = dotted(node.func).partition("dist.")[2] if isinstance(node, ast.Call) else ""
-        if called in GROUPED and "group" not in {given.arg for given in node.keywords}:  # type: ignore[attr-defined] # a call
+        if called in GROUPED and "group" not in {args.arg for args in node.keywords}:  # type: ignore[attr-defined] # a call
             yield node.lineno, "the default group is the user's: his calls would meet ours; give group="
 
 
@@ -195,12 +195,12 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_keeps(rule: Rule) -> None:
     assert SOURCES, f"no sources under {ROOT / 'meshwright'}; the test looks in the wrong place"
-    found = [
+    result = [
         line
         for path in SOURCES
         for line in findings(rule, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not result, "\n" + "\n".join(result)
 
 
 # A rule that has gone blind passes for ever, so each is shown what it must see (line > 0) and must not see (0).
@@ -252,8 +252,8 @@ def test_the_house_keeps(rule: Rule) -> None:
     ],
 )
 def test_rule_sees(rule: Rule, path: str, text: str, line: int) -> None:
-    found = findings(rule, f"meshwright/{path}", text)
-    assert [finding.split(": ")[0] for finding in found] == ([f"meshwright/{path}:{line}"] if line else [])
+    result = findings(rule, f"meshwright/{path}", text)
+    assert [finding.split(": ")[0] for finding in result] == ([f"meshwright/{path}:{line}"] if line else [])
 
 
 def test_storeys() -> None:

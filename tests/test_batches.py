@@ -42,7 +42,7 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("args", "kept"),
     [
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
@@ -52,13 +52,13 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
         (torch.bool, torch.bool),
     ],
 )
-def test_fields_may_be_tensors_or_arrays(given: torch.dtype, kept: torch.dtype) -> None:
-    values = [torch.tensor(of_document).to(given) for of_document in ([1, 0, 1], [0, 1])]
-    arrays = [v.numpy() for v in values] if given != torch.bfloat16 else []  # which numpy has not
+def test_fields_may_be_tensors_or_arrays(args: torch.dtype, kept: torch.dtype) -> None:
+    values = [torch.tensor(of_document).to(args) for of_document in ([1, 0, 1], [0, 1])]
+    arrays = [v.numpy() for v in values] if args != torch.bfloat16 else []  # which numpy has not
     for kind in filter(None, (values, arrays)):
         field = mw.pack([[5, 6, 7], [8, 9]], length=8, fields={"f": kind}).fields["f"]
         assert field.dtype == kept
-        assert torch.equal(field, torch.cat([*values, torch.zeros(3, dtype=given)]).to(kept))
+        assert torch.equal(field, torch.cat([*values, torch.zeros(3, dtype=args)]).to(kept))
 
 
 def test_a_field_that_requires_grad_is_refused() -> None:
@@ -158,8 +158,8 @@ def _by_document(scores: Any, fields: Any) -> Tensor:
 
 def test_a_loss_of_whole_documents(source: Path) -> None:
     """Without tp."""
-    found = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
-    assert found[0] > 0
+    result = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
+    assert result[0] > 0
 
 
 @pytest.mark.parametrize("name", ["weights", "loss_mask"])
@@ -186,8 +186,12 @@ def test_a_schedule_is_asked_once_a_step(source: Path) -> None:
 
 def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
     def loss(scores: Any, fields: Any) -> Tensor:
-        asked = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
-        return -scores["logprobs"] * asked[0] * (3 in asked and True in asked and ("reward" in dict(asked[3:])))
+        requested = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
+        return (
+            -scores["logprobs"]
+            * requested[0]
+            * (3 in requested and True in requested and ("reward" in dict(requested[3:])))
+        )
 
     plain = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], mw.losses.cross_entropy)[0]
     assert worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], loss)[0] == pytest.approx(plain)

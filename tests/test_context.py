@@ -22,11 +22,11 @@ from meshwright.parallel import context
 from meshwright.sharding import HeadSplit, Span, Swap
 from tests import tiny, trials, worlds
 from tests.plants import planted
-from tests.test_transformers import DOCUMENTS, kl, theirs
+from tests.test_transformers import DOCUMENTS, kl, reference_outputs
 
 
 @pytest.mark.parametrize(
-    ("deal", "serves", "found"),
+    ("deal", "serves", "result"),
     [
         (HeadSplit(0, 4, 2), 1, [[0, 1], [2, 3]]),
         (HeadSplit(0, 4, 2), 2, [[0], [1]]),
@@ -35,8 +35,8 @@ from tests.test_transformers import DOCUMENTS, kl, theirs
         (HeadSplit(6, 12, 3), 4, [[1], [2], [2]]),
     ],
 )
-def test_which_heads_a_rank_needs(deal: HeadSplit, serves: int, found: list[list[int]]) -> None:
-    assert deal.serving(serves) == found
+def test_which_heads_a_rank_needs(deal: HeadSplit, serves: int, result: list[list[int]]) -> None:
+    assert deal.serving(serves) == result
 
 
 def test_without_cp_nothing_changes_hands() -> None:
@@ -54,14 +54,14 @@ def scores(source: Path, mesh: dict[str, int]) -> Tensor:
 @pytest.mark.parametrize("mesh", [dict(cp=2, tp=2), dict(pp=2)], ids=trials.named)
 def test_logits_are_those_of_transformers(tmp_path: Path, mesh: dict[str, int]) -> None:
     """Of all families, with documents across the boundaries of ranks."""
-    wanted = {name: theirs(name)[0] for name in tiny.ODD}
+    wanted = {name: reference_outputs(name)[0] for name in tiny.ODD}
     sources = {name: tiny.directory(tmp_path / name, name) for name in tiny.ODD}
     cases = {name: functools.partial(scores, at, mesh) for name, at in sources.items()}
     for name, ranks in worlds.in_turn(trials.world_of(mesh), cases).items():
         for logits in ranks:
-            found = logits[: len(wanted[name])]
-            assert (found - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
-            assert abs(kl(wanted[name], found)) <= 3e-7, name
+            result = logits[: len(wanted[name])]
+            assert (result - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
+            assert abs(kl(wanted[name], result)) <= 3e-7, name
 
 
 def heads_of_rank_0(patch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]
 
     def of(group: Sequence[str]) -> dict[str, list[str]]:
         tried = {name: replace(trials.trial(sources[PLANTS[name][1]], dict(cp=2)), steps=1) for name in group}
-        found = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0]))
-        return {name: [str(f) for f in of] for name, of in found.items()}
+        result = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0]))
+        return {name: [str(f) for f in of] for name, of in result.items()}
 
     return worlds.Shared([list(PLANTS)], of)
 

@@ -53,8 +53,8 @@ def test_a_mask_trains_the_answer(source: Path) -> None:
         logprobs = mw.logprobs(engine.model, mw.pack(DOCUMENTS))
         return engine.evaluate([mw.pack(DOCUMENTS, trained=MASKS)]), -logprobs[[1, 2, 4]].mean().item()
 
-    [(found, expected)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_mean_over_answers(source: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_mean_over_answers(source: Path) -> None:
         batch = mw.pack(DOCUMENTS, trained=MASKS, length=8, fields={"weight": weights})
         return engine.evaluate([batch]), -(lp[1:3].mean() + lp[4]).item() / 2
 
-    [(found, expected)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1, 1]])
@@ -205,11 +205,11 @@ def test_labels_mask_a_value_head(source: Path) -> None:
         engine = build(source, {}, head="value", loss=mw.losses.squared_error)
         batch = mw.pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]], length=6, fields={"target": [[1.0, 2.0, 3.0, 4.0]]})
         off = (mw.logits(engine.model, batch) - batch.fields["target"])[1:3]
-        found = engine.evaluate([batch])
-        return found, off.square().mean().item() / 2, batch.num_targets, engine.step([batch]).num_targets
+        result = engine.evaluate([batch])
+        return result, off.square().mean().item() / 2, batch.num_targets, engine.step([batch]).num_targets
 
-    [(found, expected, in_batch, in_step)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected, in_batch, in_step)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
     assert in_batch == in_step == 2
 
 
@@ -253,9 +253,9 @@ def test_every_document_is_in_one_batch(sizes: list[int], num: int, length: int)
     documents = [[i + 1] * size for i, size in enumerate(sizes)]
     of_ranks = [mw.batches(documents, Ranks(r, num), length=length, fields={"id": documents}) for r in range(num)]  # type: ignore[arg-type]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1
-    found = [document for of_rank in of_ranks for batch in of_rank for document in batch.split(batch.tokens)]
+    result = [document for of_rank in of_ranks for batch in of_rank for document in batch.split(batch.tokens)]
     assert all(len(batch) == length for of_rank in of_ranks for batch in of_rank)
-    assert sorted(d.tolist() for d in found if d[0]) == sorted(documents)
+    assert sorted(d.tolist() for d in result if d[0]) == sorted(documents)
     for batch in (batch for of_rank in of_ranks for batch in of_rank):
         assert torch.equal(batch.fields["id"], batch.tokens)
     assert len(of_ranks[0]) <= -(-len(documents) // num)  # no rank gets a batch more than documents could fill
@@ -341,14 +341,14 @@ def test_lists_by_document_are_no_field_of_a_batch() -> None:
 
 
 def same_documents(source: Path) -> str:
-    engine, told = build(source, dict(fsdp=2)), list[str]()
+    engine, message = build(source, dict(fsdp=2)), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("meshwright").addHandler(handler)
     for _ in range(2):
         engine.evaluate([mw.pack([[1, 2, 3 + engine.model.mesh.rank]])])
         engine.evaluate([mw.pack([[1, 2, 3]])])
-    return "; ".join(told)
+    return "; ".join(message)
 
 
 def test_the_same_documents_on_all_data_ranks_are_warned_of(source: Path) -> None:

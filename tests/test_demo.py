@@ -18,7 +18,7 @@ from tests.started import Command, Started, forked_ranks
 def demonstrate(arguments: list[str]) -> int:
     """Run the demonstration with forks for its commands: starts of Python took most of the time of this test."""
     sys.argv, make_directory = ["demo", *arguments], demo.make_directory
-    demo.make_directory = lambda out: worlds.run(1, make_directory, out)  # a process group here would stay in forks
+    demo.make_directory = lambda out: worlds.run(1, make_directory, out)  # forks would inherit its process group
     demo.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Command})
     with forked_ranks():
         demo.main()
@@ -31,7 +31,7 @@ def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
     sets = ["--set", "train.steps=12", "save.every=4", "log.every=1"]
     with Started(["--out", str(tmp_path / "new"), *sets], main=demonstrate) as started:
         code = started.end(220)
-    output = started.said.replace("\r", "")
+    output = started.output.replace("\r", "")
     assert code == 0, output
     first, last = (float(re.findall(rf"step +{step}/12  loss ([\d.]+)", output)[-1]) for step in (1, 12))
     assert last < first - 1, output

@@ -238,7 +238,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said_of_ranks(source: Path, folder: Path) -> Disagreed:
+def messages_of_ranks(source: Path, folder: Path) -> Disagreed:
     def of(group: Sequence[str]) -> dict[str, list[str]]:
         cases = {name: partial(disagreed, source, *DISAGREED[name][:3], folder) for name in group}
         return worlds.in_turn(trials.world_of(DISAGREED[group[0]][0]), cases)
@@ -247,8 +247,8 @@ def said_of_ranks(source: Path, folder: Path) -> Disagreed:
 
 
 @pytest.mark.parametrize("name", DISAGREED)
-def test_what_ranks_disagree_on_is_named_on_all(said_of_ranks: Disagreed, folder: Path, name: str) -> None:
-    for text in said_of_ranks(name):
+def test_what_ranks_disagree_on_is_named_on_all(messages_of_ranks: Disagreed, folder: Path, name: str) -> None:
+    for text in messages_of_ranks(name):
         assert re.search(DISAGREED[name][3], text), text
     assert not list(folder.iterdir())
 
@@ -273,5 +273,5 @@ def looked_apart(source: Path, mesh: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
 def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
-    found = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
-    assert found == [2 * tiny.LENGTH] * (len(found) // 2) + [0] * (len(found) // 2)
+    result = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
+    assert result == [2 * tiny.LENGTH] * (len(result) // 2) + [0] * (len(result) // 2)

@@ -61,14 +61,14 @@ def test_code_of_the_docs(page: Path) -> None:
 def blocks_of(page: Path) -> list[tuple[int, str]]:
     """The python blocks of a page, each with the number of lines before it."""
     text = page.read_text("utf-8")
-    found = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
-    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
+    result = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match[1]) for match in result]
 
 
 def ranks_of(block: tuple[int, str]) -> int:
     """A block that begins with `# on 2 processes` runs on so many; the others one after the other in one."""
-    found = re.match(r"# on (\d+) processes\n", block[1])
-    return int(found[1]) if found else 1
+    result = re.match(r"# on (\d+) processes\n", block[1])
+    return int(result[1]) if result else 1
 
 
 def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
@@ -120,7 +120,7 @@ def made_by_users(public: type) -> bool:
     return all(field.default is not MISSING for field in fields(public))
 
 
-def due(name: str) -> Iterator[str]:
+def expected_of(name: str) -> Iterator[str]:
     """What the section of a public name must hold: its signature, its arguments, what a caller reaches by it."""
     public = getattr(mw, name)
     if isinstance(public, ModuleType):
@@ -139,9 +139,9 @@ def due(name: str) -> Iterator[str]:
 
 def section(name: str) -> str:
     """From the heading of a name to the next one."""
-    found = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    assert found, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
-    return found[0]
+    result = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert result, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
+    return result[0]
 
 
 @pytest.mark.parametrize("name", mw.__all__)
@@ -152,7 +152,7 @@ def test_all_that_is_public_is_in_the_reference(name: str) -> None:
         assert f"| `mw.{name}` | {bases} |" in REFERENCE.read_text("utf-8")
         return
     text = section(name)
-    lacking = [what for what in due(name) if what not in text]
+    lacking = [what for what in expected_of(name) if what not in text]
     assert not lacking, f"the section of mw.{name} in {REFERENCE.name} lacks {lacking}"
 
 
@@ -231,7 +231,7 @@ def test_the_index_names_every_page() -> None:
 @pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.over_tokens, 2)], ids=["pack", "over_tokens"])
 def test_examples_of_docstrings(function: Any, num: int) -> None:
     globs = {"pack": mw.pack, "over_tokens": mw.over_tokens}
-    found = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
-    results = [doctest.DocTestRunner().run(test) for test in found]
+    result = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
+    results = [doctest.DocTestRunner().run(test) for test in result]
     assert (sum(r.attempted for r in results), sum(r.failed for r in results)) == (num, 0)
     assert sum(r.failed for r in results) == 0

@@ -84,11 +84,11 @@ def test_transformer_engine_2713(source: Path, saved: Any, tmp_path: Path, way: 
     """What one mesh saved of dense layers, the delta net and grouped experts is the same to the bit on any other; and
     on its own mesh the next step is, too."""
     at, before = saved
-    due = written(at / "ours")
+    expected = written(at / "ours")
     some = [MESHES[0], MESHES[1 if way == "dcp" else 2]]
     for number, other in enumerate(MESHES if parts.ALL else some):
         after = worlds.run(world_of(other), gone_on, source, other, at, way, tmp_path / f"again-{number}")
-        assert written(tmp_path / f"again-{number}") == due, other
+        assert written(tmp_path / f"again-{number}") == expected, other
         if other == MESHES[0]:
             assert after == before
 

@@ -68,22 +68,22 @@ CASES = parts.every(
 )
 
 
-def told_by(model: mw.Model, out: Path) -> dict[str, Any]:
+def outputs_of(model: mw.Model, out: Path) -> dict[str, Any]:
     """All that a run says, and what it writes."""
     batches = tiny.batches(model.mesh.data_rank)
     engine = mw.Engine(model, lr=1e-2)
-    said = {"logits": mw.logits(model, batches[0]), "logprobs": mw.logprobs(model, batches[0])}
+    message = {"logits": mw.logits(model, batches[0]), "logprobs": mw.logprobs(model, batches[0])}
     assert mw.check_weights(model).ok
-    loss, said["grad"] = engine.backward(batches), mw.gather(model, "grad")
+    loss, message["grad"] = engine.backward(batches), mw.gather(model, "grad")
     billed, held = stored_bytes(engine), {s.what: 0 for s in model.need().stored()}
     norm = engine.update()
     for each in model.need().stored(model.mesh.rank):
         held[each.what] += each.num_bytes
     assert {**billed, "moments": engine.optimizer.num_bytes} == {what: held[what] for what in (*billed, "moments")}
-    said |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
+    message |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
     assert mw.check_weights(model, [n for n in model.pieces if n not in model.trainable]).ok
     mw.export(model, out)
-    return said
+    return message
 
 
 def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.dtype]]:
@@ -92,13 +92,13 @@ def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str,
     model = load(train=SOME[case.name])
     dtypes = {name: tensor.dtype for name, tensor in model.stored().items()}
     assert {dtypes[name] for name in model.trainable} == {torch.promote_types(case.dtype, F32)}
-    narrow = told_by(model, out / "narrow")
+    narrow = outputs_of(model, out / "narrow")
     with pytest.MonkeyPatch.context() as patch:
         as_trained = functools.partialmethod(_all_wide, Blueprint.stored_dtypes)
         patch.setattr(Blueprint, "stored_dtypes", as_trained)
         model = load(train=SOME[case.name])
         assert {t.dtype for t in model.stored().values()} == {torch.promote_types(case.dtype, F32)}
-        return narrow, told_by(model, out / "wide"), dtypes
+        return narrow, outputs_of(model, out / "wide"), dtypes
 
 
 def _all_wide(self: Blueprint, stored_dtypes: Any, compute: torch.dtype, trained: Any) -> dict[str, torch.dtype]:
@@ -118,8 +118,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Any]:
     def run(group: Any) -> Any:
         mesh = dict(by_name[group[0]].mesh)
         acts = {c: functools.partial(both, by_name[c], sources[by_name[c].name], at / f"out-{c}") for c in group}
-        found = worlds.in_turn(trials.world_of(mesh), acts, seconds=120)
-        return {case: (found[case], at / f"out-{case}") for case in group}
+        result = worlds.in_turn(trials.world_of(mesh), acts, seconds=120)
+        return {case: (result[case], at / f"out-{case}") for case in group}
 
     return worlds.Shared(groups, run)
 
@@ -166,11 +166,11 @@ def test_the_widest_of_its_keys(tmp_path: Path) -> None:
     tensors[one] = tensors[one].half()  # nothing narrower holds both
     tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
     save_file(tensors, source / "model.safetensors")
-    found = worlds.run(2, functools.partial(stored_of, head="value", train="layers.2.*"), source, dict(fsdp=2))[0]
-    wide = {name for name, (dtype, _) in found.items() if dtype == F32 and not name.startswith("layers.2.")}
+    result = worlds.run(2, functools.partial(stored_of, head="value", train="layers.2.*"), source, dict(fsdp=2))[0]
+    wide = {name for name, (dtype, _) in result.items() if dtype == F32 and not name.startswith("layers.2.")}
     assert wide == {"layers.0.mlp.experts.down", "layers.1.mlp.gate_up.weight", "head.weight"}
-    assert found["head.norm.weight"][0] == torch.float16
-    assert {dtype for name, (dtype, _) in found.items() if name.startswith("layers.2.")} == {F32}
+    assert result["head.norm.weight"][0] == torch.float16
+    assert {dtype for name, (dtype, _) in result.items() if name.startswith("layers.2.")} == {F32}
 
 
 def test_float64_is_frozen_as_it_is(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_float64_is_frozen_as_it_is(tmp_path: Path) -> None:
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].double()}, source / "model.safetensors")
     with pytest.raises(mw.MismatchedKey, match=r"\bF64\b"):
         mw.load(source, train=[])
-    [found] = worlds.run(1, functools.partial(stored_of, dtype=F64, train=[]), source, {})
-    assert {name for name, (dtype, _) in found.items() if dtype == F64} == {"head.norm.weight"}
-    assert {dtype for dtype, _ in found.values()} == {F32, F64}
+    [result] = worlds.run(1, functools.partial(stored_of, dtype=F64, train=[]), source, {})
+    assert {name for name, (dtype, _) in result.items() if dtype == F64} == {"head.norm.weight"}
+    assert {dtype for dtype, _ in result.values()} == {F32, F64}
 
 
 def drawn(source: Path) -> set[torch.dtype]:
@@ -204,10 +204,10 @@ def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) ->
     import examples.phi3  # noqa: F401 - registers the family
 
     source = tiny.directory(tmp_path / "m", "phi3", dtype=BF16)
-    found = worlds.run(2, unrounded, source)[0]
-    assert all(torch.equal(found[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
-    assert found["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
-    assert found["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16
+    result = worlds.run(2, unrounded, source)[0]
+    assert all(torch.equal(result[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
+    assert result["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
+    assert result["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16
 
 
 @pytest.mark.parametrize("recompute", parts.every(2, ["full", "none"]))

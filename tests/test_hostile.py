@@ -277,7 +277,7 @@ def mutated(raw: bytes, draw: random.Random) -> bytes:
 
 
 def outcome(at: Path) -> str:
-    """Whatever is no error of ours rises from here."""
+    """Raise every error that is not one of the package."""
     try:
         source = open_source(at)
     except mw.MeshwrightError as error:

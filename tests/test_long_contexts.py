@@ -34,7 +34,7 @@ GATHERED = mw.ContextParallel(attention=1)
 
 @dataclass(frozen=True)
 class Case:
-    """`plant`: a bug, and `first` what is found first."""
+    """`plant` is a bug, and `first` its first finding."""
 
     name: str
     mesh: tuple[tuple[str, int], ...]
@@ -132,7 +132,7 @@ def trial(at: Path, case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> worlds.Shared[Case, list[Finding]]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> worlds.Shared[Case, list[Finding]]:
     at, cases = tmp_path_factory.mktemp("context"), [*CASES, *PLANTED]
 
     def run(group: Sequence[Case]) -> dict[Case, list[Finding]]:
@@ -142,13 +142,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> worlds.Shared[Case, list[
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_oracle(found: worlds.Shared[Case, list[Finding]], case: Case) -> None:
-    assert found(case) == []
+def test_every_oracle(findings: worlds.Shared[Case, list[Finding]], case: Case) -> None:
+    assert findings(case) == []
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=str)
-def test_bugs_are_found(found: worlds.Shared[Case, list[Finding]], case: Case) -> None:
-    assert re.match(case.first, str(found(case)[0]))
+def test_bugs_are_found(findings: worlds.Shared[Case, list[Finding]], case: Case) -> None:
+    assert re.match(case.first, str(findings(case)[0]))
 
 
 def test_a_rank_left_out_of_backward_is_named(tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def sent(config: dict[str, Any], cp: int, context: mw.ContextParallel = CHOSEN) 
     """MB of the mixer of one layer in forward, by where they go, at 128k tokens in bfloat16."""
     blueprint = Blueprint.of(config).with_options(context=context)
     charges = engine_bill(blueprint, Axes(cp=cp), 0, Work(131072, 1))
-    found: dict[str, float] = {}
+    findings: dict[str, float] = {}
     for charge in charges:
         if charge.what.startswith("layers.0.mixer.") and charge.op != "reduce_scatter":
             name = charge.what.removeprefix("layers.0.mixer.").partition(",")[0]
-            found[name] = found.get(name, 0) + charge.num_bytes / 1e6
-    return {name: round(mb, 1) for name, mb in found.items()}
+            findings[name] = findings.get(name, 0) + charge.num_bytes / 1e6
+    return {name: round(mb, 1) for name, mb in findings.items()}
 
 
 def test_what_a_layer_sends() -> None:
@@ -208,12 +208,12 @@ def test_what_is_chosen() -> None:
     for mesh, way in chosen.items():
         assert objections(delta_net, dict(mesh)) == []
         assert ways(delta_net.spec, Axes(**dict(mesh))) == way
-    asked = delta_net.with_options(context=mw.ContextParallel(attention=1, delta=2)).spec
-    assert ways(asked, Axes(cp=4)) == "delta: swap 2 x state 2, attention: gather 4"
+    requested = delta_net.with_options(context=mw.ContextParallel(attention=1, delta=2)).spec
+    assert ways(requested, Axes(cp=4)) == "delta: swap 2 x state 2, attention: gather 4"
 
 
 @pytest.mark.parametrize(
-    ("name", "context", "mesh", "said"),
+    ("name", "context", "mesh", "text"),
     [
         ("qwen3", dict(attention=3), dict(cp=4), words("attention=3", "cp=4", r"4 heads of layers\.0", "1, 2, 4$")),
         ("qwen3", dict(attention=4), dict(cp=4, tp=2), words("attention=4", r"2 heads.*\btp=2 leaves", "from 1, 2$")),
@@ -221,9 +221,9 @@ def test_what_is_chosen() -> None:
         ("qwen3", dict(delta=1), dict(cp=2), words("delta=1", "no such mixer", "leave it out")),
     ],
 )  # fmt: skip
-def test_refused(name: str, context: dict[str, int], mesh: dict[str, int], said: str) -> None:
-    (told,) = objections(Blueprint.of(tiny.of(name)).with_options(context=mw.ContextParallel(**context)), mesh)
-    assert re.search(said, told), told
+def test_refused(name: str, context: dict[str, int], mesh: dict[str, int], text: str) -> None:
+    (message,) = objections(Blueprint.of(tiny.of(name)).with_options(context=mw.ContextParallel(**context)), mesh)
+    assert re.search(text, message), message
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "swap"])

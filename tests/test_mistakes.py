@@ -227,18 +227,18 @@ PATTERNS = {name: pattern for name, _, _, pattern in MISTAKES}
 
 
 @pytest.fixture(scope="module")
-def said_of_mistakes(source: Path) -> Callable[[str], list[str]]:
+def messages_of_mistakes(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (mesh, mistake) for name, mesh, mistake, _ in MISTAKES})
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_mistakes_are_named_on_all_ranks(said_of_mistakes: Callable[[str], list[str]], name: str) -> None:
-    for text in said_of_mistakes(name):
+def test_mistakes_are_named_on_all_ranks(messages_of_mistakes: Callable[[str], list[str]], name: str) -> None:
+    for text in messages_of_mistakes(name):
         assert re.search(PATTERNS[name], text), text
 
 
-def refused(source: Path, given: dict[str, Any]) -> str:
-    options = dict(given)
+def refused(source: Path, args: dict[str, Any]) -> str:
+    options = dict(args)
     loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "memory", "context") if name in options}
     try:
         if "optimizer" in options:
@@ -269,14 +269,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def said_of_arguments(source: Path) -> dict[str, list[str]]:
+def messages_of_arguments(source: Path) -> dict[str, list[str]]:
     return worlds.in_turn(1, {name: partial(refused, source, options) for name, (options, _) in ARGUMENTS.items()})
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_cannot_be(said_of_arguments: dict[str, list[str]], name: str) -> None:
-    [found] = said_of_arguments[name]
-    assert re.search(ARGUMENTS[name][1], found), found
+def test_arguments_that_cannot_be(messages_of_arguments: dict[str, list[str]], name: str) -> None:
+    [result] = messages_of_arguments[name]
+    assert re.search(ARGUMENTS[name][1], result), result
 
 
 @pytest.mark.parametrize(
@@ -320,13 +320,13 @@ def written_into(source: Path) -> tuple[list[float], list[float]]:
 
 
 def test_a_loss_may_write_into_its_fields(source: Path) -> None:
-    (found, expected), gain = worlds.run(1, written_into, source)[0]
-    assert found == pytest.approx(expected, rel=1e-12)
+    (result, expected), gain = worlds.run(1, written_into, source)[0]
+    assert result == pytest.approx(expected, rel=1e-12)
     assert gain == [1.0] * 3
 
 
 def too_large(source: Path, mesh: dict[str, int]) -> list[str]:
-    model, said = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), []
+    model, message = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), []
     name = "layers.1.mlp.down.weight"
     if model.mesh.rank == model.mesh.axes.world - 1:
         model.stored()[name].view(-1)[-1] = 7e4
@@ -334,8 +334,8 @@ def too_large(source: Path, mesh: dict[str, int]) -> list[str]:
         try:
             mw.export(model, there, dtype=dtype)
         except mw.MeshwrightError as error:
-            said.append(str(error))
-    return said
+            message.append(str(error))
+    return message
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2)], ids=trials.named)
@@ -343,7 +343,7 @@ def test_no_weight_becomes_infinite_in_a_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = worlds.run(trials.world_of(mesh), too_large, source, mesh)
-    assert re.search(words(r"down_proj\.weight", r"\b70000\b", r"torch\.float16", "dtype="), told[-1][0])
-    assert [len(each) for each in told] == [1] * len(told)
+    message = worlds.run(trials.world_of(mesh), too_large, source, mesh)
+    assert re.search(words(r"down_proj\.weight", r"\b70000\b", r"torch\.float16", "dtype="), message[-1][0])
+    assert [len(each) for each in message] == [1] * len(message)
     assert [path.name for path in tmp_path.iterdir()] == ["fine"]

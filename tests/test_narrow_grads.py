@@ -78,8 +78,8 @@ def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.
     """The proof above sees it where what is sent is also added up as narrow."""
     real = fsdp.SentNarrow.__call__
 
-    def narrow(self: Any, output_tensor: Tensor, **given: Any) -> None:
-        real(self, output_tensor, **given)
+    def narrow(self: Any, output_tensor: Tensor, **args: Any) -> None:
+        real(self, output_tensor, **args)
         output_tensor.copy_(output_tensor.to(torch.bfloat16))
 
     whole = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), False)[0][0]

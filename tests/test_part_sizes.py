@@ -26,7 +26,7 @@ from meshwright.weights import open_source
 from tests import tiny, trials
 
 PACKAGE = Path(meshwright.__file__).parent
-# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests here.
+# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests below.
 TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 # Whole numbers of modules that cut nothing in parts, by what they are.
 OTHERS = {
@@ -108,11 +108,11 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PA
 
 
 def test_every_constant_that_cuts_is_registered() -> None:
-    """A new whole number in a module is a part size, or is said here to be something else."""
+    """A new whole number in a module is a part size, or this file lists it as something else."""
     known = set().union(*OTHERS.values())
-    found = {name for path in MODULES for name in numbers(path)}
-    assert found - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
-    assert {name for name in known if name not in found} - {"data.permute._MIX"} == set(), "it is not there any more"
+    result = {name for path in MODULES for name in numbers(path)}
+    assert result - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
+    assert {name for name in known if name not in result} - {"data.permute._MIX"} == set(), "it is not there any more"
 
 
 def registered() -> list[PartSize]:
@@ -123,17 +123,17 @@ def registered() -> list[PartSize]:
 
 
 def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
-    found = registered()
-    assert len({(each.module, each.name) for each in found}) == len(found)
-    whole = [vars(importlib.import_module(each.module))[each.name] for each in found]
-    assert whole == [each.size for each in found], "a name is not that of the constant"
+    result = registered()
+    assert len({(each.module, each.name) for each in result}) == len(result)
+    whole = [vars(importlib.import_module(each.module))[each.name] for each in result]
+    assert whole == [each.size for each in result], "a name is not that of the constant"
     with part_sizes_of(trials.trial(Path(), {})):
-        small = [vars(importlib.import_module(each.module))[each.name] for each in found]
-    assert small == [each.small for each in found]
-    assert [each for each in found if each.small >= each.size and each.name != "CHUNK"] == []
-    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in found]
-    rooms = {each.module.split(".")[1] for each in found}
-    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test here that cuts them"
+        small = [vars(importlib.import_module(each.module))[each.name] for each in result]
+    assert small == [each.small for each in result]
+    assert [each for each in result if each.small >= each.size and each.name != "CHUNK"] == []
+    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in result]
+    rooms = {each.module.split(".")[1] for each in result}
+    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:

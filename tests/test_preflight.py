@@ -27,9 +27,9 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
-    given = ["--set", *sets] if sets else []
-    assert main([command[0], str(path), *command[1:], *given]) == 2
+def message_of(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
+    args = ["--set", *sets] if sets else []
+    assert main([command[0], str(path), *command[1:], *args]) == 2
     return capsys.readouterr().err
 
 
@@ -39,7 +39,7 @@ def test_all_that_cannot_be_read_is_told_at_once(
 ) -> None:
     monkeypatch.setitem(metrics._NEEDS, "tensorboard", "no_such_package")
     path = file_of(at, at / "m", eval={"path": str(at / "no.jsonl")}, log={"tensorboard": True}, mesh={"tp": 3})
-    found = said(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
+    result = message_of(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
     lines = path.read_text().splitlines()
     line_of = {name: 1 + next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("tp", "tens")}
     for wanted in (
@@ -50,9 +50,9 @@ def test_all_that_cannot_be_read_is_told_at_once(
         f"mesh.tp (line {line_of['tp']}): tp=3 does not divide",
         f"log.tensorboard (line {line_of['tens']}): needs the package no_such_package",
     ):
-        assert wanted in found, found
-    assert "train.length" not in found  # no length is advised for a mesh that cannot be
-    wrong_model = said(capsys, path, "model=no/where/at/all", command=command)
+        assert wanted in result, result
+    assert "train.length" not in result  # no length is advised for a mesh that cannot be
+    wrong_model = message_of(capsys, path, "model=no/where/at/all", command=command)
     assert "model (--set model=no/where/at/all): model = 'no/where/at/all' is no directory" in wrong_model
     assert "has 3 mistakes" in wrong_model
     assert "train.length" not in wrong_model  # the mesh waits for the model
@@ -68,19 +68,19 @@ def test_all_that_cannot_be_read_is_told_at_once(
     ],
 )
 def test_what_the_model_refuses(at: Path, sets: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, file_of(at, at / "m"), *sets, command=["data"])
-    assert wanted in found
-    assert "has 1 mistake:" in found
+    result = message_of(capsys, file_of(at, at / "m"), *sets, command=["data"])
+    assert wanted in result
+    assert "has 1 mistake:" in result
 
 
 def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of held-out data too, before any rank starts."""
     path = file_of(at, at / "m", eval={"path": str(at / "bad.jsonl")})
-    assert "bad.jsonl:1" in said(capsys, path, command=["train"])
+    assert "bad.jsonl:1" in message_of(capsys, path, command=["train"])
     (at / "worse.jsonl").write_text("no JSON\n")
-    found = said(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
-    assert "bad.jsonl:1" in found
-    assert "worse.jsonl:1" in found
+    result = message_of(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
+    assert "bad.jsonl:1" in result
+    assert "worse.jsonl:1" in result
 
 
 def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,10 @@ def between_the_headers(at: Path, change: Change, monkeypatch: pytest.MonkeyPatc
     read = sources.read_header
 
     def read_header(path: Path) -> Any:
-        found = read(path)
+        result = read(path)
         if path.name == FILES[0]:
             change(at)
-        return found
+        return result
 
     monkeypatch.setattr(sources, "read_header", read_header)
 

@@ -18,7 +18,7 @@ from meshwright.models.rope_config import KINDS, rotary_of
 from meshwright.ops import Rotary, rope_tables
 from meshwright.verify import shrink
 from tests import parts, tiny, trials, worlds
-from tests.test_transformers import agree, ours, theirs
+from tests.test_transformers import agree, ours, reference_outputs
 from tests.words import words
 
 Fields = dict[str, Any]
@@ -50,10 +50,10 @@ def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
     changes = {kind: {"rope_parameters": parameters(name, kind), **shallow} for kind in SCALED}
     sources = {kind: tiny.directory(tmp_path / kind, name, **changes[kind]) for kind in SCALED}
-    found = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
-    expected = worlds.in_turn(1, {kind: partial(theirs, name, changes[kind]) for kind in SCALED})
+    result = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
+    expected = worlds.in_turn(1, {kind: partial(reference_outputs, name, changes[kind]) for kind in SCALED})
     for kind in SCALED:
-        agree(found[kind][0], expected[kind][0])
+        agree(result[kind][0], expected[kind][0])
 
 
 # Where the files of one time or another state the fields.
@@ -72,7 +72,7 @@ SPELLED: dict[str, tuple[str, Fields]] = {
 @pytest.mark.parametrize(("name", "changes"), SPELLED.values(), ids=SPELLED.keys())
 def test_spelled_as_in_files(tmp_path: Path, name: str, changes: Fields) -> None:
     source = tiny.directory(tmp_path / "m", name, **changes)
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, reference_outputs, name, changes)[0])
 
 
 @pytest.mark.parametrize(("name", "mesh"), parts.every(2, [("qwen3_5", dict(fsdp=2)), ("qwen3", dict(tp=2))]))
@@ -191,9 +191,9 @@ def refusal(at: Path, config: Fields) -> str:
 
 @pytest.mark.parametrize(("changes", "pattern"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(tmp_path: Path, changes: Fields, pattern: str) -> None:
-    said = refusal(tmp_path, tiny.of("qwen3", **changes))
-    assert said.startswith("config.json: ")
-    assert re.search(pattern, said), said
+    message = refusal(tmp_path, tiny.of("qwen3", **changes))
+    assert message.startswith("config.json: ")
+    assert re.search(pattern, message), message
 
 
 def test_fields_beside_the_text_config_are_refused(tmp_path: Path) -> None:

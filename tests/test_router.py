@@ -28,7 +28,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny.directory(at / name, name, **options) for name in MOE}
 
 
-def theirs(name: str) -> tuple[float, dict[str, Tensor]]:
+def reference_outputs(name: str) -> tuple[float, dict[str, Tensor]]:
     model = tiny.reference(name, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
     ids = torch.tensor([DOCUMENT])
     loss = model(ids, labels=ids).loss
@@ -52,7 +52,7 @@ def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple
 @pytest.mark.parametrize(("mesh", "length"), [({}, None), ({}, 70), (dict(tp=2), 70), (dict(tp=2, ep=2), 58)], ids=str)
 def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
     """Also with filler tokens, which count nothing."""
-    ref_loss, ref = on_one(theirs, name)
+    ref_loss, ref = on_one(reference_outputs, name)
     loss, grads = worlds.run(trials.world_of(mesh), ours, sources[name], mesh, length)[0]
     assert loss == pytest.approx(ref_loss, rel=1e-5)
     norm = torch.stack([g.norm() for g in ref.values()]).norm()
@@ -101,12 +101,12 @@ def test_pooled_is_over_all_data_ranks(sources: dict[str, Path]) -> None:
 
 def check_same(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> None:
     losses, loads, grads = on_one(alone, source, mode, batches)
-    for rank, found in enumerate(worlds.run(trials.world_of(mesh), stepped, source, mesh, mode, batches)):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        assert all(torch.equal(a, b) for a, b in zip(found[1], loads, strict=True))
+    for rank, result in enumerate(worlds.run(trials.world_of(mesh), stepped, source, mesh, mode, batches)):
+        assert result[0] == pytest.approx(losses, rel=1e-9)
+        assert all(torch.equal(a, b) for a, b in zip(result[1], loads, strict=True))
         if rank == 0:
             for key, grad in grads.items():
-                assert (found[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+                assert (result[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
 
 
 def test_previous_begins_with_even_shares(sources: dict[str, Path]) -> None:

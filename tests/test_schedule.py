@@ -39,7 +39,7 @@ def reckon(line, orders):
 @cache
 def cases():
     """(name, line, micro-batches, the first stage with a backward, orders): every kind, half with frozen stages."""
-    draws, found = random.Random(24), []
+    draws, result = random.Random(24), []
     for _ in range(360):
         name, pp, num_batches = draws.choice(list(KINDS)), draws.randint(1, 8), draws.randint(1, 24)
         turn = name == "v" or (name == "forwards" and draws.random() < 0.5)
@@ -49,8 +49,8 @@ def cases():
         line = line_of(pp, a_rank, turn)
         frozen = draws.choice([0, draws.randint(0, line.last)])
         first = line.num_stages if name == "forwards" else frozen
-        found.append((name, line, num_batches, first, orders_of(name, line, num_batches, frozen)))
-    return found
+        result.append((name, line, num_batches, first, orders_of(name, line, num_batches, frozen)))
+    return result
 
 
 @cache
@@ -188,10 +188,10 @@ def test_pairs_meet_in_the_same_order_and_only_neighbours_meet():
     num_transfers = 0
     for line, _, lists in programs():
         for pair in combinations(range(line.pp), 2):
-            mine, other = ([a for a in lists[rank] if of_pair(a, pair)] for rank in pair)
-            assert [a[1:] for a in mine] == [a[1:] for a in other]
-            assert all(a.kind != b.kind for a, b in zip(mine, other, strict=True))
-            num_transfers += len(mine)
+            local, other = ([a for a in lists[rank] if of_pair(a, pair)] for rank in pair)
+            assert [a[1:] for a in local] == [a[1:] for a in other]
+            assert all(a.kind != b.kind for a, b in zip(local, other, strict=True))
+            num_transfers += len(local)
         for rank, actions in enumerate(lists):
             for a in actions:
                 if isinstance(a, Transfer):
@@ -306,7 +306,7 @@ def test_a_v_keeps_no_more_than_it_may(most):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "how", "found"),
+    ("name", "rank", "how", "result"),
     [
         ("1f1b", 0, dict(), Gathers(8, 8, 8)),
         ("zero-bubble", 0, dict(), Gathers(8, 8, 8)),
@@ -319,9 +319,9 @@ def test_a_v_keeps_no_more_than_it_may(most):
         ("zero-bubble", 2, dict(hold=True), Gathers(1, 0, 1)),
     ],
 )
-def test_gatherings_of_a_unit(name, rank, how, found):
+def test_gatherings_of_a_unit(name, rank, how, result):
     line = line_of(4)
-    assert gathers(ORDERS[name](line, 8)[rank], rank, **how) == found
+    assert gathers(ORDERS[name](line, 8)[rank], rank, **how) == result
 
 
 def test_gatherings_of_units_that_are_not_trained():
@@ -369,10 +369,10 @@ def test_a_dear_head_makes_the_other_stages_of_its_rank_small():
         pp, stages = draws.randint(1, 4), draws.randint(1, 3)
         costs = [float(draws.randint(1, 9)) for _ in range(draws.randint(pp * stages, 20))]
         line = Line(pp, even(costs, pp * stages, last=5.0))
-        found = balanced(line, costs, 5.0)
-        assert (found.pp, found.turn, found.num_stages, found.ends[-1]) == (pp, False, pp * stages, len(costs))
-        assert of_ranks(found, costs, 5.0) <= of_ranks(line, costs, 5.0)
-        assert stages > 1 or found == line, "with one stage a rank nothing can be better"
+        result = balanced(line, costs, 5.0)
+        assert (result.pp, result.turn, result.num_stages, result.ends[-1]) == (pp, False, pp * stages, len(costs))
+        assert of_ranks(result, costs, 5.0) <= of_ranks(line, costs, 5.0)
+        assert stages > 1 or result == line, "with one stage a rank nothing can be better"
 
 
 def of_ranks(line, costs, last):

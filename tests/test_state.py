@@ -33,7 +33,7 @@ def _moved(engine: mw.Engine) -> None:
         part.float().double()
 
 
-def _given(engine: mw.Engine) -> None:
+def _reallocated(engine: mw.Engine) -> None:
     for parameter in trials.parameters(engine.model):
         parameter.data = parameter.data.clone()
 
@@ -154,13 +154,13 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def said_of_all(source: Path) -> Callable[[str], list[str]]:
+def messages_of_all(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (mesh, act) for name, (mesh, act, _) in REFUSED.items()})
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(said_of_all: Callable[[str], list[str]], name: str) -> None:
-    for text in said_of_all(name):
+def test_refused(messages_of_all: Callable[[str], list[str]], name: str) -> None:
+    for text in messages_of_all(name):
         assert re.search(REFUSED[name][2], text), text
 
 
@@ -193,33 +193,33 @@ def _stepped_by_hand(name: str) -> Callable[[mw.Engine], Any]:
 
 
 @pytest.fixture(scope="module")
-def said_of_batches(source: Path) -> Callable[[str], list[str]]:
+def messages_of_batches(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (ALONE, _stepped_by_hand(name)) for name in MADE_BY_HAND})
 
 
 @pytest.mark.parametrize("name", MADE_BY_HAND)
-def test_a_batch_made_by_hand(said_of_batches: Callable[[str], list[str]], name: str) -> None:
-    [text] = said_of_batches(name)
+def test_a_batch_made_by_hand(messages_of_batches: Callable[[str], list[str]], name: str) -> None:
+    [text] = messages_of_batches(name)
     assert re.search(words("^DataError", rf"\b{name.partition(',')[0]}\b", r"mw\.pack"), text), text
 
 
 def losses_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any], late: bool) -> list[float]:
     """Return the losses of two steps. `meddle` changes the engine before the first, or within it if `late`."""
     engine = build(source, mesh)
-    found = []
+    result = []
     for step in range(2):
         if step == 0 and not late:
             meddle(engine)
-        found.append(engine.backward(mine(engine)))
+        result.append(engine.backward(mine(engine)))
         if step == 0 and late:
             meddle(engine)
         engine.update()
-    return found
+    return result
 
 
 HARMLESS: dict[str, Callable[[mw.Engine], Any]] = {
     "parameters moved there and back": _moved,  # their first values are float32
-    "parameters in other memory": _given,
+    "parameters in other memory": _reallocated,
     "parameters from a vector": _from_vector,
     "max_norm late": lambda e: _set(e, max_norm=0.1 + e.model.mesh.rank),
     "lr late": lambda e: _set(e, lr=0.1 + e.model.mesh.rank),
@@ -241,9 +241,9 @@ def test_what_an_engine_does_not_hold_on_to(source: Path, mesh: dict[str, int]) 
             continue
         for late in (False, True)[: 1 if name == "parameters moved there and back" else 2]:
             after[name, late] = functools.partial(losses_after, source, mesh, meddle, late)
-    found = worlds.in_turn(trials.world_of(mesh), after)
-    for (name, late), losses in found.items():
-        expected = found["nothing, late", True] if name.endswith("late") else found["nothing", False]
+    result = worlds.in_turn(trials.world_of(mesh), after)
+    for (name, late), losses in result.items():
+        expected = result["nothing, late", True] if name.endswith("late") else result["nothing", False]
         assert losses == expected, (name, late)
 
 
@@ -290,8 +290,8 @@ def test_a_discarded_step_is_not_the_one_before(source: Path, mesh: dict[str, in
 
     cases = {name: functools.partial(two_steps, source, mesh, act) for name, act in
              {"plain": lambda engine: None, "discarded": other}.items()}  # fmt: skip
-    for expected, found in zip(*worlds.in_turn(trials.world_of(mesh), cases).values(), strict=True):
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for expected, result in zip(*worlds.in_turn(trials.world_of(mesh), cases).values(), strict=True):
+        assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def narrow(source: Path, dtype: torch.dtype) -> tuple[float, float]:
@@ -305,8 +305,8 @@ def narrow(source: Path, dtype: torch.dtype) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_terms_of_a_narrow_loss_are_summed_wide(source: Path, dtype: torch.dtype) -> None:
     """Their sum is above what float16 holds, and 100 times a step of bfloat16 at its size."""
-    [(expected, found)] = worlds.run(1, narrow, source, dtype)
-    assert found == pytest.approx(expected, rel=3e-4)
+    [(expected, result)] = worlds.run(1, narrow, source, dtype)
+    assert result == pytest.approx(expected, rel=3e-4)
 
 
 def in_place(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
@@ -315,8 +315,8 @@ def in_place(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
 
 
 def test_a_loss_may_write_into_its_scores(source: Path) -> None:
-    for expected, found in worlds.run(2, in_place, source, TP):
-        assert found == expected
+    for expected, result in worlds.run(2, in_place, source, TP):
+        assert result == expected
 
 
 def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
@@ -332,7 +332,7 @@ def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
     with pytest.raises(KeyboardInterrupt):
         engine.step(mine(engine))
     LocalOptimizer._update = real  # type: ignore[method-assign]
-    told = []
+    message = []
     for call in (
         lambda: engine.step(mine(engine)),
         engine.update,
@@ -344,13 +344,13 @@ def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
         try:
             call()
         except mw.MeshwrightError as error:
-            told.append(str(error))
-    return told
+            message.append(str(error))
+    return message
 
 
 def test_an_update_that_was_cut_off_is_not_gone_on_with(source: Path, tmp_path: Path) -> None:
-    for told in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
-        assert len(told) == 6
-        for text in told:
+    for message in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
+        assert len(message) == 6
+        for text in message:
             assert re.search(words(r"\bupdate\b", "step 0", "parameters", r"\bload"), text), text
     assert not list(tmp_path.iterdir())

@@ -34,12 +34,12 @@ CASES: dict[str, Case] = {
 }
 
 
-def saved(source: Path, out: Path, mesh: Mapping[str, int], beside: bool = False) -> list[float]:
+def saved(source: Path, out: Path, mesh: Mapping[str, int], next_to: bool = False) -> list[float]:
     """By torch; and by `mw.save`, which says what it should be. Returns the losses of the steps that follow."""
     engine = engine_of(source, mesh)
     train(engine, 1)
     mw.save(engine, out / "ours", dtype=torch.float32)
-    if beside:
+    if next_to:
         future = dcp.async_save(engine.state_dict(), checkpoint_id=out / "dcp")
         losses = train(engine, 1)
         future.result()
@@ -114,16 +114,16 @@ def test_others_read_it_without_us(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_moe")
     worlds.run(2, saved, source, tmp_path, dict(tp=2, ep=2))
     expected = load_file(tmp_path / "ours" / "step-000001" / "model.safetensors")
-    found = {"weights": {key: torch.empty_like(tensor) for key, tensor in expected.items()}}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in found["weights"].items())
+    result = {"weights": {key: torch.empty_like(tensor) for key, tensor in expected.items()}}
+    dcp.load(result, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in result["weights"].items())
 
 
 def refusals(source: Path, others: Path) -> dict[str, str]:
     engine = engine_of(source, dict(fsdp=2))
     state, other = engine.state_dict(), engine_of(others, dict(fsdp=2)).state_dict()
     key = next(iter(state["weights"]))
-    found = {
+    result = {
         "no dict": error_of(lambda: engine.load_state_dict(7)),  # type: ignore[arg-type]
         "another model": error_of(lambda: engine.load_state_dict(other)),
         "a key is missing": error_of(
@@ -134,17 +134,17 @@ def refusals(source: Path, others: Path) -> dict[str, str]:
         "arithmetic": error_of(lambda: state["weights"][key] + 1),
     }
     engine.backward(tiny.batches(0))
-    return {**found, "gradients wait": error_of(engine.state_dict)}
+    return {**result, "gradients wait": error_of(engine.state_dict)}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     source, other = (tiny.directory(tmp_path / name, name) for name in ("qwen3", "qwen3_moe"))
-    for found in worlds.run(2, refusals, source, other):
-        assert re.search(words("state dict is a dict", "int"), found["no dict"])
-        assert re.search(words("mlp", "alone", "same model"), found["another model"])
-        assert re.search(words("this engine alone"), found["a key is missing"])
-        assert re.search(words("StateError", r"mw\.gather"), found["arithmetic"])
-        assert re.search(words("StateError", "update"), found["gradients wait"])
+    for result in worlds.run(2, refusals, source, other):
+        assert re.search(words("state dict is a dict", "int"), result["no dict"])
+        assert re.search(words("mlp", "alone", "same model"), result["another model"])
+        assert re.search(words("this engine alone"), result["a key is missing"])
+        assert re.search(words("StateError", r"mw\.gather"), result["arithmetic"])
+        assert re.search(words("StateError", "update"), result["gradients wait"])
 
 
 def test_the_router_goes_on(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.test_checkpoint import bytes_of, same, state_of, world_of
 from tests.test_checkpoint_broken import error_of
 from tests.words import words
 
-HERE = torch.device("cpu")
+CPU = torch.device("cpu")
 # The last block of a row of 304 columns has 48. Between 512 columns tp=2 cuts where a block ends, and tp=4 does not.
 SIZES: dict[str, Any] = dict(
     hidden_size=304, intermediate_size=512, head_dim=128, num_attention_heads=4, num_hidden_layers=2
@@ -60,8 +60,8 @@ def train(engine: mw.Engine, num: int) -> list[float]:
 def some(num_rows: int, num_cols: int, code: Code = FIRST, seed: int = 0) -> Tensor:
     """Numbers of many sizes."""
     g = torch.Generator().manual_seed(seed)
-    found = torch.randn(num_rows, num_cols, generator=g) * 10 ** torch.randn(num_rows, num_cols, generator=g)
-    return found if code.signed else found.square()
+    result = torch.randn(num_rows, num_cols, generator=g) * 10 ** torch.randn(num_rows, num_cols, generator=g)
+    return result if code.signed else result.square()
 
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
@@ -99,7 +99,7 @@ def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
 def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
     """In the value: dice for the logarithm would be off by more than a thousandth. Below all rungs too, but for a
     second moment, which must not become 0."""
-    rungs = levels(code, HERE)
+    rungs = levels(code, CPU)
     for at in [20, code.num - 1] + [0] * code.signed:
         value = float(rungs[at] + rungs[at + 1]) / 2
         wide_RC = torch.full((400, 256), value)
@@ -141,8 +141,8 @@ def test_a_moving_average_follows(beta: float) -> None:
     start[:, 0] = 1e4  # the scale stays
     target = start * 0.2
     target[:, 0] = 1e4
-    found, true = followed(beta, target, start, 1500)
-    assert float(found[:, 1:].mean()) == pytest.approx(float(true[:, 1:].mean()), rel=0.02)
+    result, true = followed(beta, target, start, 1500)
+    assert float(result[:, 1:].mean()) == pytest.approx(float(true[:, 1:].mean()), rel=0.02)
     assert float(true[:, 1:].mean()) < 0.5
 
 
@@ -150,18 +150,18 @@ def test_dice() -> None:
     """Even, and independent of those beside them, of another step and of another moment."""
     rows = torch.arange(700)
     seeds = [1, 2, 1 | 1 << 32, 1 | 1 << 33]
-    found = [dice(seed, rows, 0, 512) for seed in seeds]
-    assert all(float(each.min()) >= 0 and float(each.max()) < 1 for each in found)
-    beside = [found[0][:-1], found[0][1:], found[0][:-1].roll(1, 1), *(each[:-1] for each in found[1:])]
-    related = torch.corrcoef(torch.stack([each.flatten() for each in beside])) - torch.eye(len(beside))
+    result = [dice(seed, rows, 0, 512) for seed in seeds]
+    assert all(float(each.min()) >= 0 and float(each.max()) < 1 for each in result)
+    next_to = [result[0][:-1], result[0][1:], result[0][:-1].roll(1, 1), *(each[:-1] for each in result[1:])]
+    related = torch.corrcoef(torch.stack([each.flatten() for each in next_to])) - torch.eye(len(next_to))
     assert float(related.abs().max()) < 0.01
-    counts = torch.histc(found[0], 100, 0, 1) / found[0].numel()
+    counts = torch.histc(result[0], 100, 0, 1) / result[0].numel()
     assert float((counts - 0.01).abs().max()) < 0.0005
-    assert torch.equal(dice(1, rows[300:], 256, 256), found[0][300:, 256:])
+    assert torch.equal(dice(1, rows[300:], 256, 256), result[0][300:, 256:])
 
 
 def cut(piece: Piece, whole: Tensor) -> Tensor:
-    """Of a matrix, or of its scales, what a rank has: by its boxes, not by what `Place` is told."""
+    """Cut from a matrix, or its scales, what a rank has: by its boxes, not by the arguments of `Place`."""
     (num_rows, num_cols), numbers = piece.param.matrix, torch.zeros(piece.shape, dtype=torch.int64)
     for box, view in piece.views(numbers):
         view.copy_(torch.arange(num_rows * num_cols).view(piece.param.shape)[box.slices])
@@ -206,10 +206,10 @@ def on_one() -> dict[str, list[Tensor]]:
 def differing(axes: Axes) -> list[str]:
     """Names of what is not on every rank as on one process."""
     expected, wrong = on_one(), list[str]()
-    for rank, found in enumerate(updated(axes)):
+    for rank, result in enumerate(updated(axes)):
         held = pieces(Blueprint.of(CONFIG).spec, axes, rank)
         wrong += [
-            each for each, tensors in found.items()
+            each for each, tensors in result.items()
             if tensors[0].numel() and not same(tensors, [cut(held[each], whole) for whole in expected[each]])
         ]  # fmt: skip
     return wrong
@@ -301,8 +301,8 @@ def there_and_back(source: Path, reference: Path, whole: Whole, mesh: Mapping[st
     wrong = []
     for name, both in engine.optimizer.state.items():
         piece = engine.model.pieces[name.removesuffix(".scales")]
-        due = [cut(piece, each) for each in whole[name]] if piece.param.cols else None
-        if due is not None and not same(list(both), due):
+        expected = [cut(piece, each) for each in whole[name]] if piece.param.cols else None
+        if expected is not None and not same(list(both), expected):
             wrong.append(name)
     mw.save(engine, out)
     return wrong
@@ -364,7 +364,7 @@ def by_torch(source: Path, out: Path, mesh: Mapping[str, int], load: bool) -> No
         mw.save(engine, out / "ours")
 
 
-def said(act: Callable[[], object]) -> str:
+def message_of(act: Callable[[], object]) -> str:
     """Whoever refuses it, torch or we."""
     try:
         act()
@@ -379,9 +379,9 @@ def refused_by_torch(source: Path, out: Path) -> list[str]:
     train(wide, 1)
     dcp.save(wide.state_dict(), checkpoint_id=out / "wide")
     return [
-        said(lambda: dcp.load(wide.state_dict(), checkpoint_id=out / "dcp")),
-        said(lambda: dcp.load(coded.state_dict(), checkpoint_id=out / "wide")),
-        said(lambda: wide.load_state_dict(coded.state_dict())),
+        message_of(lambda: dcp.load(wide.state_dict(), checkpoint_id=out / "dcp")),
+        message_of(lambda: dcp.load(coded.state_dict(), checkpoint_id=out / "wide")),
+        message_of(lambda: wide.load_state_dict(coded.state_dict())),
     ]
 
 
@@ -404,13 +404,13 @@ def test_through_torch_and_back(tmp_path: Path) -> None:
 
 def of_other_kinds(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     """From float32 to codes and back: what each engine holds."""
-    found = {}
+    result = {}
     for name, state in {"codes": torch.uint8, "float32": None, "bfloat16": torch.bfloat16}.items():
         engine = engine_of(source, mesh, state)
         mw.resume(engine, out)
-        found[name] = {each: [m.clone() for m in both] for each, both in engine.optimizer.state.items()}
+        result[name] = {each: [m.clone() for m in both] for each, both in engine.optimizer.state.items()}
         train(engine, 1)
-    return found
+    return result
 
 
 def save_wide(source: Path, out: Path) -> Whole:
@@ -445,8 +445,8 @@ def course(source: Path, state: torch.dtype | None) -> tuple[list[float], int, i
     )
     losses = [engine.step(tiny.batches(step % 32)[:1]).loss for step in range(64)]
     held, need = engine.optimizer.num_bytes, engine.model.need(engine.optimizer.options)
-    [told] = [stored.num_bytes for stored in need.stored() if stored.what == "moments"]
-    return losses, held, told
+    [message] = [stored.num_bytes for stored in need.stored() if stored.what == "moments"]
+    return losses, held, message
 
 
 def test_a_run_of_64_steps(tmp_path: Path) -> None:
@@ -464,9 +464,9 @@ def test_a_run_of_64_steps(tmp_path: Path) -> None:
 
 def refused(source: Path) -> list[str]:
     model = mw.load(source, mw.Mesh(tp=4), dtype=torch.float32)
-    found = [error_of(lambda: mw.Engine(model, lr=1e-3, optimizer=AdamW(state_dtype=torch.uint8)))]
+    result = [error_of(lambda: mw.Engine(model, lr=1e-3, optimizer=AdamW(state_dtype=torch.uint8)))]
     mw.Engine(model, lr=1e-3, optimizer=AdamW(state_dtype=torch.bfloat16))
-    return found
+    return result
 
 
 def resumed_where_blocks_are_cut(source: Path, reference: Path) -> str:
@@ -476,14 +476,14 @@ def resumed_where_blocks_are_cut(source: Path, reference: Path) -> str:
 
 def test_a_mesh_that_cuts_a_block_is_refused(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, reference, _ = saved("qwen3")
-    told = words(
+    text = words(
         "LayoutError", r"blocks of 256 columns", "tp=4", r"128 of the 512 columns of layers\.0", r"tp from 1, 2,"
     )
     for messages in worlds.run(4, refused, source):
-        assert all(re.search(told, message) for message in messages), messages
+        assert all(re.search(text, message) for message in messages), messages
         assert "state_dtype=torch.bfloat16" in messages[0]
     for message in worlds.run(4, resumed_where_blocks_are_cut, source, reference):
-        assert re.search(told, message), message
+        assert re.search(text, message), message
     run = f'model = "{source}"\nout = "out"\n[[data]]\npath = "x"\n[mesh]\ntp = 4\n[optim]\nstate_dtype = "uint8"\n'
     (tmp_path / "run.toml").write_text(run)
     assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 2
@@ -494,4 +494,4 @@ def test_betas_have_no_limit_and_dtypes_have_names() -> None:
     assert AdamW(state_dtype=torch.uint8, betas=(0.99, 0.9999)).state_dtype == torch.uint8
     with pytest.raises(mw.ConfigError, match=words(r"torch\.int8", r"torch\.bfloat16", r"torch\.uint8")):
         AdamW(state_dtype=torch.int8)
-    assert len(levels(FIRST, HERE)) == 128
+    assert len(levels(FIRST, CPU)) == 128

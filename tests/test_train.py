@@ -47,13 +47,13 @@ def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Se
         assert each == pytest.approx(results["{}"], rel=1e-9), mesh_name
 
 
-def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
+def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
     """A run that is asked to stop after some steps; where the documents that it trained on came from."""
-    told, real = [], loop.Loop._tell_step
+    message, real = [], loop.Loop._tell_step
 
     def tell(self: loop.Loop, *args: Any, **kwargs: Any) -> None:
         first = self.position.stream - self.feed.streams_per_step
-        told.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
+        message.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
         if stop_at == self.step_number and self.engine.model.mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
@@ -64,7 +64,7 @@ def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
         run(config_file.read(path, sets))
     finally:
         loop.Loop._tell_step = real  # type: ignore[method-assign]
-    return told
+    return message
 
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
@@ -76,9 +76,11 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     whole, parts = (file_of(tmp_path / name, model, train=dict(epochs=2.0)) for name in ("whole", "parts"))
     for path in (whole, parts):
         path.write_text(path.read_text().replace(f"steps = {STEPS}\n", ""))
-    [undisturbed] = worlds.run(1, seen, whole)
-    first = worlds.run(2, functools.partial(seen, parts, "mesh.fsdp=2", stop_at=5))[0]
-    second = worlds.run(2, functools.partial(seen, parts, "mesh.pp=2", stop_at=3))[0]  # step 3 is behind it: none
+    [undisturbed] = worlds.run(1, documents_of, whole)
+    first = worlds.run(2, functools.partial(documents_of, parts, "mesh.fsdp=2", stop_at=5))[0]
+    second = worlds.run(2, functools.partial(documents_of, parts, "mesh.pp=2", stop_at=3))[
+        0
+    ]  # step 3 is behind it: none
     assert len(first) in (20, 24)
     assert [each.replace("/parts/", "/whole/") for each in [*first, *second]] == undisturbed
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
@@ -147,13 +149,13 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, model, save=dict(export=False))
-    [said] = worlds.run(1, with_nan, path, [2])
-    assert "chats.jsonl:" in said
-    [said] = worlds.run(1, with_nan, path, [2, 3, 5, 8], "train.on_nan=skip", f"out={tmp_path / 'out'}")
-    assert said == ""
+    [message] = worlds.run(1, with_nan, path, [2])
+    assert "chats.jsonl:" in message
+    [message] = worlds.run(1, with_nan, path, [2, 3, 5, 8], "train.on_nan=skip", f"out={tmp_path / 'out'}")
+    assert message == ""
     assert len({line["step"] for line in lines(tmp_path)}) == STEPS - 4
-    [said] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
-    assert "nan" in said
+    [message] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
+    assert "nan" in message
 
 
 @pytest.mark.slow
@@ -171,9 +173,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "2 micro-batches on each of 2 data ranks" in planned
     assert f"1 document {dropped}" in planned
     with forked_ranks(), Started(["train", str(path)]) as started:  # as processes of Python: the examples' tests
-        assert started.end(120) == 0, started.said
-    assert f"step {STEPS}/{STEPS}  loss " in started.said
-    assert started.said.count(f"1 document of chats.jsonl {dropped}") == 1
+        assert started.end(120) == 0, started.output
+    assert f"step {STEPS}/{STEPS}  loss " in started.output
+    assert started.output.count(f"1 document of chats.jsonl {dropped}") == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
     assert config_file.read(tmp_path / "out" / "config.toml") == config_file.read(path)
@@ -185,13 +187,13 @@ def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     assert main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "150 " in said
-    assert f"{tmp_path / 'chats.jsonl'}:1: " in said
-    assert f"{tmp_path / 'chats.jsonl'}:150: " in said
+    message = capsys.readouterr().out
+    assert "150 " in message
+    assert f"{tmp_path / 'chats.jsonl'}:1: " in message
+    assert f"{tmp_path / 'chats.jsonl'}:150: " in message
     row = json.loads((tmp_path / "chats.jsonl").read_text().splitlines()[0])
-    assert f"[{row['completion']}<|im_end|>]" in said
-    assert f"user\n{row['prompt']}<|im_end|>" in said
+    assert f"[{row['completion']}<|im_end|>]" in message
+    assert f"user\n{row['prompt']}<|im_end|>" in message
 
 
 @pytest.mark.slow
@@ -201,9 +203,9 @@ def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 2000}, save={"export": False})
     with forked_ranks(), Started(["train", str(path)]) as started:
-        started.until(lambda: "step    3/" in started.said)
+        started.until(lambda: "step    3/" in started.output)
         os.kill(started.pid, signal.SIGTERM)
-        assert started.end(100) == 128 + signal.SIGTERM, started.said
+        assert started.end(100) == 128 + signal.SIGTERM, started.output
     assert started.last_line == f"meshwright: ended by signal 15; the same command goes on from {tmp_path / 'out'}"
     [saved] = (tmp_path / "out" / "checkpoints").iterdir()
     assert int(saved.name[5:]) == len(lines(tmp_path)) < 100

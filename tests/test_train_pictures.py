@@ -22,16 +22,17 @@ from tests import parts, runs, seeing, shown, worlds
 from tests.trials import named
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+LAYERS = 4 if parts.ALL else 2  # two stages need four
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     at = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda name: shown.source(at / name, name, num_hidden_layers=4, **_layers(name)))
+    return functools.cache(lambda name: shown.source(at / name, name, num_hidden_layers=LAYERS, **_layers(name)))
 
 
 def _layers(name: str) -> dict[str, Any]:
-    return {"layer_types": ["linear_attention", "full_attention"] * 2} if name.startswith("qwen3_5") else {}
+    return {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)} if name.startswith("qwen3_5") else {}
 
 
 def chat(directory: Path, root: Path) -> Chat:
@@ -70,9 +71,11 @@ def test_every_layout(model: Callable[[str], Path], tmp_path: Path, layout: str)
     shown.drawn(tmp_path / "a.png", "red")
     (document,) = chat(model("qwen3_vl"), tmp_path).documents(LAYOUTS[layout])
     places = f"<|vision_start|>{IMAGE * 6}<|vision_end|>"
-    due = f"<|im_start|>user\n{places}colour?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nsure?"
+    expected = (
+        f"<|im_start|>user\n{places}colour?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nsure?"
+    )
     text = shown.words().decode(document.ids)
-    assert text.startswith(due), text
+    assert text.startswith(expected), text
     assert [view.grid for view in document.views] == [(1, 4, 6)]
     learnt = [shown.words().decode(document.ids[a:b]) for a, b in document.spans]
     assert learnt == ["red<|im_end|>", "yes<|im_end|>"]
@@ -108,9 +111,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(model: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     shown.drawn(tmp_path / "a.png", "red")
-    given, what = REFUSED[case]
+    args, what = REFUSED[case]
     with pytest.raises(mw.DataError, match=what):
-        chat(model("qwen3_vl"), tmp_path).documents(given)
+        chat(model("qwen3_vl"), tmp_path).documents(args)
 
 
 def file_of(at: Path, model: Path, **train: Any) -> Path:
@@ -172,24 +175,24 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     export = tmp_path / "out" / "export"
     shown.drawn(tmp_path / "new.png", "green")
     (document,) = chat(export, tmp_path).documents(row([{"type": "image", "image": "new.png"}]))
-    found = chat(export, tmp_path).processor
-    assert found is not None
-    pixels, grid = (found.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
+    result = chat(export, tmp_path).processor
+    assert result is not None
+    pixels, grid = (result.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
-    due = _theirs(export, ids, pixels, grid, found.placeholders.ids[0])
-    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.placeholders.ids)
-    assert float((mine - due).abs().max()) < 1e-5 * float(due.abs().max())
+    expected = _reference_logits(export, ids, pixels, grid, result.placeholders.ids[0])
+    (local,) = worlds.run(1, _ours, export, ids, pixels, grid, result.placeholders.ids)
+    assert float((local - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
-def _theirs(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
+def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
     from transformers import AutoModelForImageTextToText
 
     it = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32, attn_implementation="eager").eval()
-    given = torch.tensor([ids])
-    kinds = (given == place).long()
+    args = torch.tensor([ids])
+    kinds = (args == place).long()
     with torch.no_grad():
         return it(
-            input_ids=given, pixel_values=pixels, image_grid_thw=torch.tensor([grid]), mm_token_type_ids=kinds,
+            input_ids=args, pixel_values=pixels, image_grid_thw=torch.tensor([grid]), mm_token_type_ids=kinds,
             use_cache=False,
         ).logits[0]  # fmt: skip
 
@@ -200,13 +203,13 @@ def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tupl
 
 
 def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
-    """Of a model that sees, in a source of words: told before the run, and so are ids beyond its vocabulary."""
+    """A text source with tokens that stand for pictures, or ids beyond the vocabulary, is refused before the run."""
     model = seeing.directory(tmp_path / "m", "qwen3_vl")
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
-    assert str(place) in told
+    make, message, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
+    assert str(place) in message
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})

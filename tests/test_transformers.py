@@ -21,7 +21,7 @@ from tests import parts, tiny, worlds
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 110)), [8, 8]]
 
 
-def theirs(name: str, changes: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def reference_outputs(name: str, changes: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Logits of each document alone, gradients and value of the mean loss over all targets."""
     model = tiny.reference(name, **(changes or {}))
     num_targets = sum(len(d) - 1 for d in DOCUMENTS)
@@ -71,12 +71,12 @@ def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]
 
 def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
     source = tiny.directory(at / "m", name, **changes)
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, reference_outputs, name, changes)[0])
 
 
-def agree(found: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor, dict[str, Tensor], Tensor]) -> None:
+def agree(result: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor, dict[str, Tensor], Tensor]) -> None:
     """The rules by which a family agrees with transformers."""
-    (logits, grads, loss), (ref_logits, ref_grads, ref_loss) = found, expected
+    (logits, grads, loss), (ref_logits, ref_grads, ref_loss) = result, expected
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     assert kl(ref_logits, logits) <= 3e-7
     assert math.isclose(loss, ref_loss.item(), rel_tol=1e-6)
@@ -87,7 +87,7 @@ def agree(found: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor
         assert error <= 1e-5 * max(ref.double().norm().item(), 1e-2 * norm), f"{key}: {error / norm:.2e} of the norm"
 
 
-def theirs_of(source: Path) -> Tensor:
+def reference_outputs_of(source: Path) -> Tensor:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
     del config["head_dim"]
     (source / "config.json").write_text(json.dumps(config))
     logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits = worlds.run(1, theirs_of, source)[0]
+    ref_logits = worlds.run(1, reference_outputs_of, source)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
 
 
@@ -120,7 +120,7 @@ def test_experts_whose_sizes_are_alike(tmp_path: Path, ffn: int, layout: str) ->
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
     source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
     logits, grads, _ = worlds.run(1, ours, source)[0]
-    ref_logits, ref_grads, _ = worlds.run(1, theirs, "qwen3_moe", changes)[0]
+    ref_logits, ref_grads, _ = worlds.run(1, reference_outputs, "qwen3_moe", changes)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     for key, grad in tiny._per_expert(grads).items():
         assert (grad - ref_grads[key]).norm() <= 1e-4 * ref_grads[key].norm() + 1e-7, key
@@ -135,10 +135,10 @@ def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path, name: 
     """Zero-centred ones at 0, all others at 1; what begins elsewhere learns something else."""
     source = tiny.directory(tmp_path / "m", name)
     expected = {k: v for k, v in tiny.fresh(name).state_dict().items() if k.endswith("norm.weight")}
-    found = worlds.run(1, fresh, source)[0]
-    assert {k for k in found if k.endswith("norm.weight")} == set(expected)
+    result = worlds.run(1, fresh, source)[0]
+    assert {k for k in result if k.endswith("norm.weight")} == set(expected)
     for key, value in expected.items():
-        assert torch.equal(found[key].float(), value), key
+        assert torch.equal(result[key].float(), value), key
 
 
 def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(qwen3_5, "segments", swapped)
     source = tiny.directory(tmp_path / "m", "qwen3_5")
     logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits, _, _ = worlds.run(1, theirs, "qwen3_5")[0]
+    ref_logits, _, _ = worlds.run(1, reference_outputs, "qwen3_5")[0]
     assert (logits - ref_logits).abs().max() > 1e-2
 
 
@@ -170,8 +170,8 @@ def test_transformers_loads_the_export(tmp_path: Path, name: str) -> None:
     ids = torch.tensor([DOCUMENTS[3]])
     with torch.no_grad():
         expected = model(ids).logits[0]
-    found = worlds.run(1, _logits, tmp_path / "out", DOCUMENTS[3])[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    result = worlds.run(1, _logits, tmp_path / "out", DOCUMENTS[3])[0]
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def _train_and_export(source: Path, out: Path) -> None:

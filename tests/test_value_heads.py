@@ -30,14 +30,14 @@ def labels(num: int) -> list[list[int]]:
     return [[(7 * token + at) % num for at, token in enumerate(d)] for d in DOCUMENTS]
 
 
-def theirs(name: str, kind: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def reference_outputs(name: str, kind: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of each document alone; gradients of the mean cross-entropy over all that is classified."""
     model = tiny.reference(name, kind, **changes)
-    found = torch.cat([model(torch.tensor([d])).logits.view(-1, model.num_labels) for d in DOCUMENTS])
+    result = torch.cat([model(torch.tensor([d])).logits.view(-1, model.num_labels) for d in DOCUMENTS])
     wanted = [of[-1:] if kind == "Sequence" else of for of in labels(model.num_labels)]
-    F.cross_entropy(found, torch.tensor([label for of in wanted for label in of])).backward()
+    F.cross_entropy(result, torch.tensor([label for of in wanted for label in of])).backward()
     grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
-    return found.detach(), tiny._per_expert(grads)
+    return result.detach(), tiny._per_expert(grads)
 
 
 def ours(source: Path, kind: str, num: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,7 +76,7 @@ def test_nothing_to_warn_of(tmp_path: Path, num: int) -> None:
 def test_as_transformers(tmp_path: Path, name: str, kind: str, changes: dict[str, Any]) -> None:
     source = tiny.classifier(tmp_path / "m", name, kind, **changes)
     values, grads = worlds.run(1, ours, source, kind, changes["num_labels"])[0]
-    ref_values, ref_grads = worlds.run(1, theirs, name, kind, changes)[0]
+    ref_values, ref_grads = worlds.run(1, reference_outputs, name, kind, changes)[0]
     assert values.shape == ref_values.shape
     assert (values - ref_values).abs().max() <= 1e-5 * ref_values.abs().max()
     assert set(grads) == set(ref_grads)
@@ -161,9 +161,9 @@ def changed(at: Path, config: dict[str, Any], **tensors: Tensor | None) -> Path:
     """Fields and tensors (named without dots) replaced; None removes one."""
     old = json.loads((at / "config.json").read_text())
     (at / "config.json").write_text(json.dumps({**old, **config}, indent=2) + "\n")
-    found = load_file(at / "model.safetensors")
-    found |= {k.replace("_", ".", 1): t for k, t in tensors.items() if t is not None}
-    kept = {k: t for k, t in found.items() if tensors.get(k.replace(".", "_", 1), t) is not None}
+    result = load_file(at / "model.safetensors")
+    result |= {k.replace("_", ".", 1): t for k, t in tensors.items() if t is not None}
+    kept = {k: t for k, t in result.items() if tensors.get(k.replace(".", "_", 1), t) is not None}
     save_file(kept, at / "model.safetensors", metadata={"format": "pt"})
     return at
 

@@ -19,7 +19,7 @@ from tests import parts, tiny
 from tests.words import words
 
 
-def beside_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
+def compared_with_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
     return session._against(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
 
 
@@ -79,7 +79,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "half of it flows back through norms": (
         half_back_through_norms,
         "tiny-qwen3",
-        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and here",
+        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and",
     ),
     "1 + w in bfloat16, in backward": (
         one_added_in_bfloat16_in_backward,
@@ -92,10 +92,10 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 
 @pytest.mark.parametrize("name", parts.every(2, PLANTS))
 def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plant, model, told = PLANTS[name]
+    plant, model, message = PLANTS[name]
     plant(monkeypatch)
-    first, *_ = beside_transformers(tmp_path, model).findings
-    assert re.match(told, str(first)), first
+    first, *_ = compared_with_transformers(tmp_path, model).findings
+    assert re.match(message, str(first)), first
 
 
 def unknown(_source: Path) -> str:
@@ -107,7 +107,7 @@ def failing(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instead", "told"),
+    ("name", "instead", "message"),
     [
         ("stranger", unknown, words("M1", "'qwen9'")),
         ("theirs", failing, words("M1", "transformers fails", "RuntimeError: no kernel")),
@@ -115,15 +115,15 @@ def failing(*_: object) -> None:
     ids=["an unknown family", "an error of transformers"],
 )
 def test_what_could_not_be_asked_is_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], message: str
 ) -> None:
     """Not a pass: terminal, page and JSON say what was not tried from `untried`."""
     monkeypatch.setattr(transformers_oracles, name, instead)
-    part = beside_transformers(tmp_path)
+    part = compared_with_transformers(tmp_path)
     assert (list(part.findings), list(part.oracles)) == ([], [])
     tried = plan("tiny-qwen3", Axes(fsdp=2), say=lambda _: None)
-    assert any(re.search(told, what) for what in report.untried(tried, [part])), part
-    assert re.search(told, report.unproven(tried, [part]))
+    assert any(re.search(message, what) for what in report.untried(tried, [part])), part
+    assert re.search(message, report.unproven(tried, [part]))
 
 
 def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
@@ -131,5 +131,5 @@ def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(tiny.of("qwen3", pad_token_id=0)))
-    part = beside_transformers(tmp_path, str(recipe))
+    part = compared_with_transformers(tmp_path, str(recipe))
     assert (list(part.findings), part.oracles) == ([], ("M1", "R1"))

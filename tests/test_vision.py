@@ -69,15 +69,15 @@ def reference_positions() -> dict[str, Tensor]:
 
 def misplaced() -> dict[str, int]:
     """How many positions of each document are not those of transformers; and of all of them, packed."""
-    due = {
-        **{(case,): theirs for case, theirs in reference_positions().items()},
+    expected = {
+        **{(case,): reference for case, reference in reference_positions().items()},
         APART: torch.cat([*reference_positions().values()]),
     }
-    found = {names: seeing.packed(names).docs for names in due}
+    result = {names: seeing.packed(names).docs for names in expected}
     turns = {
-        names: docs.positions_T[:, None] if docs.turns_T3 is None else docs.turns_T3 for names, docs in found.items()
+        names: docs.positions_T[:, None] if docs.turns_T3 is None else docs.turns_T3 for names, docs in result.items()
     }
-    return {", ".join(names): int((turns[names] != theirs).sum()) for names, theirs in due.items()}
+    return {", ".join(names): int((turns[names] != reference).sum()) for names, reference in expected.items()}
 
 
 def test_positions_are_those_of_transformers() -> None:
@@ -174,38 +174,38 @@ def _pictures_first() -> Tensor:
     return order[is_place].argsort(stable=True)
 
 
-def shares(mine: Outputs, peer: Outputs) -> dict[str, float]:
+def shares(local: Outputs, peer: Outputs) -> dict[str, float]:
     """How far off each is, as a share of what is allowed: above 1 it is wrong."""
-    out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(mine.rows, peer.rows, strict=True))}
-    out["norms"] = max(_off(*both) for both in zip(mine.norms, peer.norms, strict=True)) / 1e-5
-    logits, their_logits = mine.logits.double(), peer.logits.double()
+    out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(local.rows, peer.rows, strict=True))}
+    out["norms"] = max(_off(*both) for both in zip(local.norms, peer.norms, strict=True)) / 1e-5
+    logits, their_logits = local.logits.double(), peer.logits.double()
     out["logits"] = float((logits - their_logits).abs().max()) / 1e-5
     mass, their_mass = logits.log_softmax(-1), their_logits.log_softmax(-1)
     out["divergence"] = float((their_mass.exp() * (their_mass - mass)).sum(-1).max()) / 3e-7
-    out["loss"] = abs(mine.loss - peer.loss) / 1e-5
-    whole = float(torch.stack([peer.grads[key].norm() for key in mine.grads]).norm())
-    bound = {key: 1e-5 * max(float(peer.grads[key].norm()), 1e-2 * whole) for key in mine.grads}
-    off = {key: float((grad - peer.grads[key]).norm()) / bound[key] for key, grad in mine.grads.items()}
+    out["loss"] = abs(local.loss - peer.loss) / 1e-5
+    whole = float(torch.stack([peer.grads[key].norm() for key in local.grads]).norm())
+    bound = {key: 1e-5 * max(float(peer.grads[key].norm()), 1e-2 * whole) for key in local.grads}
+    off = {key: float((grad - peer.grads[key]).norm()) / bound[key] for key, grad in local.grads.items()}
     out["gradients"] = max(off.values())
-    trained = mine.grads["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
+    trained = local.grads["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
     out["the words of places"] = float("inf") if trained else 0.0
     return out
 
 
-def _off(mine: Tensor, peer: Tensor) -> float:
-    return float((mine - peer).norm() / peer.norm())
+def _off(local: Tensor, peer: Tensor) -> float:
+    return float((local - peer).norm() / peer.norm())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_are_those_of_transformers(source: Callable[[str], Path], name: str) -> None:
-    (mine,), peer = worlds.run(1, ours, source(name)), reference_outputs(name)
-    assert len(mine.rows) == len(peer.rows) == (3 if "vl" in name else 1)
-    assert not {what: share for what, share in shares(mine, peer).items() if not share <= 1}
-    top, their_top = mine.logits.double().topk(6), peer.logits.double().topk(6)
+    (local,), peer = worlds.run(1, ours, source(name)), reference_outputs(name)
+    assert len(local.rows) == len(peer.rows) == (3 if "vl" in name else 1)
+    assert not {what: share for what, share in shares(local, peer).items() if not share <= 1}
+    top, their_top = local.logits.double().topk(6), peer.logits.double().topk(6)
     clear = (their_top.values[:, :-1] - their_top.values[:, 1:]).min(-1).values > 1e-4
     assert clear.sum() > 5
     assert torch.equal(top.indices[clear, :5], their_top.indices[clear, :5])
-    assert len(mine.grads) > 80
+    assert len(local.grads) > 80
     assert not peer.grads["model.language_model.embed_tokens.weight"][IMAGE].any()
 
 
@@ -289,8 +289,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_pictures_that_do_not_fit_are_refused(name: str) -> None:
-    documents, images, said = REFUSED[name]
-    with pytest.raises(DataError, match=said):
+    documents, images, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
         mw.pack(documents, images=images, placeholders=(IMAGE, VIDEO))
 
 
@@ -312,9 +312,9 @@ def test_what_a_processor_makes() -> None:
         of = {"input_ids": [tokens], "attention_mask": [[1] * len(tokens)], "mm_token_type_ids": [kinds]}
         for still, (pixels, grids) in enumerate((("pixel_values_videos", "video_grid_thw"),
                                                  ("pixel_values", "image_grid_thw"))):  # fmt: skip
-            mine = [each for each in pictures if (each[1][0] == 1) == bool(still)]
-            if mine:
-                of[pixels], of[grids] = torch.cat([p for p, _ in mine]), torch.tensor([g for _, g in mine])
+            local = [each for each in pictures if (each[1][0] == 1) == bool(still)]
+            if local:
+                of[pixels], of[grids] = torch.cat([p for p, _ in local]), torch.tensor([g for _, g in local])
         made.append(of)
     batch, expected = mw.pack(made, length=200), seeing.packed(length=200)
     assert batch.frames == expected.frames
@@ -341,9 +341,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_towers_that_are_refused(name: str) -> None:
-    changes, said = CONFIGS[name]
+    changes, message = CONFIGS[name]
     config = seeing.of("qwen3_vl")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Blueprint.of({**config, "vision_config": {**config["vision_config"], **changes}}, None, SEES)
 
 
@@ -360,7 +360,7 @@ def test_the_first_layers_stay_together() -> None:
         blueprint.with_options(pipeline=Pipeline(ends=(1, 5))).spec.line(2)
 
 
-def said_by_engine(source: Path) -> dict[str, str]:
+def messages_of_engine(source: Path) -> dict[str, str]:
     blind = trials.said(source, {}, lambda engine: engine.step([seeing.packed(["one place"], length=16)]))
     model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     wrong = {
@@ -378,11 +378,11 @@ def said_by_engine(source: Path) -> dict[str, str]:
 
 
 def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], Path]) -> None:
-    (said,) = worlds.run(1, said_by_engine, source("qwen3_vl"))
-    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in said["without a tower"]
-    assert said["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
-    assert said["words"].startswith("token 3 at position 2 is in the place of a picture")
-    assert "has 90 numbers, and one of this tower has 96" in said["patches"]
+    (message,) = worlds.run(1, messages_of_engine, source("qwen3_vl"))
+    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in message["without a tower"]
+    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
+    assert message["words"].startswith("token 3 at position 2 is in the place of a picture")
+    assert "has 90 numbers, and one of this tower has 96" in message["patches"]
 
 
 def saved_with_a_tower(source: Path, at: Path) -> str:
@@ -401,9 +401,9 @@ def saved_with_a_tower(source: Path, at: Path) -> str:
 def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
     """Moments of the tower go with it through every kind; and a model without one does not take half of them."""
     source = seeing.directory(tmp_path / "source", "qwen3_vl", dtype=torch.bfloat16)
-    said = worlds.run(2, saved_with_a_tower, source, tmp_path)
-    assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in said)
-    convert = lambda *given: main(["convert", *map(str, given)])  # noqa: E731 - one line reads better
+    message = worlds.run(2, saved_with_a_tower, source, tmp_path)
+    assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in message)
+    convert = lambda *args: main(["convert", *map(str, args)])  # noqa: E731 - one line reads better
     assert convert(tmp_path / "dcp", tmp_path / "again", "--to", "meshwright", "--like", source) == 0
     assert bytes_of(tmp_path / "again" / "step-000001") == bytes_of(tmp_path / "ours" / "step-000001")
     moments = load_file(tmp_path / "ours" / "step-000001" / "exp_avg" / "model.safetensors")
@@ -425,19 +425,19 @@ NOT_OF_A_PROCESSOR: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", NOT_OF_A_PROCESSOR)
 def test_what_no_processor_makes(name: str) -> None:
-    change, told = NOT_OF_A_PROCESSOR[name]
+    change, message = NOT_OF_A_PROCESSOR[name]
     made = {
         "input_ids": torch.tensor([[5, IMAGE, IMAGE, 6]]), "mm_token_type_ids": torch.tensor([[0, 1, 1, 0]]),
         "pixel_values": torch.randn(8, 96), "image_grid_thw": torch.tensor([[1, 2, 4]]),
     }  # fmt: skip
     assert mw.pack([made]).frames
     changed = {key: value for key, value in {**made, **change}.items() if value is not None}
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         mw.pack([changed])
 
 
 @pytest.mark.parametrize(
-    ("images", "placeholders", "told"),
+    ("images", "placeholders", "message"),
     [
         ([None], [IMAGE], "list of lists"),
         (5, [IMAGE], "list of lists"),
@@ -447,8 +447,8 @@ def test_what_no_processor_makes(name: str) -> None:
         ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is an ordinary token of this model"),
     ],
 )
-def test_pictures_that_are_none(images: Any, placeholders: Any, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_pictures_that_are_none(images: Any, placeholders: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         mw.pack([[5, IMAGE, IMAGE, 6]], images=images, placeholders=placeholders)
 
 

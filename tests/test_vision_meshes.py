@@ -43,7 +43,7 @@ MESHES: list[dict[str, int]] = [
     dict(pp=2, tp=2),
     dict(fsdp=2, tp=2, ep=2),
 ]
-# Fewer ranks run the same collectives here: the oracles below run on whole meshes.
+# On fewer ranks the same collectives run; the oracles below take whole meshes.
 IN_PART: dict[str, dict[str, int]] = {
     "replicate=2,fsdp=2": dict(replicate=2),
     "cp=2,tp=2": dict(cp=2),

@@ -28,8 +28,8 @@ from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
-MESHES = parts.every(2, trials.MESHES)
-ALL = [*MESHES, *parts.every(2, trials.EXPERT_MESHES)]
+MESHES = trials.MESHES if parts.ALL else [dict(), dict(fsdp=2), dict(tp=4)]
+ALL = [*MESHES, *(trials.EXPERT_MESHES if parts.ALL else [dict(fsdp=2, tp=2, ep=4), dict(cp=2, ep=2)])]
 
 
 def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple[int, int, int], bool]:
@@ -42,7 +42,7 @@ def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple
         for name in made_of:
             sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
     owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
-    return (len(recorder.seen), model.bytes_read, owned), kept_by_export(model, out)
+    return (len(recorder.seen), model.bytes_read, owned), unchanged_by_export(model, out)
 
 
 def _made_of(model: mw.Model) -> dict[str, list[str]]:
@@ -56,10 +56,10 @@ def _dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def load_and_export(source: Path, mesh: dict[str, int], out: Path) -> bool:
-    return kept_by_export(mw.load(source, trials.mesh_of(mesh)), out)
+    return unchanged_by_export(mw.load(source, trials.mesh_of(mesh)), out)
 
 
-def kept_by_export(model: mw.Model, out: Path) -> bool:
+def unchanged_by_export(model: mw.Model, out: Path) -> bool:
     before = {name: t.clone() for name, t in model.stored().items()}
     mw.export(model, out)
     return all(torch.equal(before[name], t) for name, t in model.stored().items())
@@ -104,8 +104,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
     def move(group: Sequence[tuple[str, Source]]) -> dict[tuple[str, Source], Moved]:
         mesh, out = meshes[group[0][0]], {case: at / "-".join(map(str, (case[0], *case[1]))) for case in group}
         cases = {case: partial(load_and_count, sources[case[1]], mesh, out[case]) for case in group}
-        found = worlds.in_turn(trials.world_of(mesh), cases)
-        of_ranks = {case: map(list, zip(*ranks, strict=True)) for case, ranks in found.items()}
+        result = worlds.in_turn(trials.world_of(mesh), cases)
+        of_ranks = {case: map(list, zip(*ranks, strict=True)) for case, ranks in result.items()}
         return {case: Moved(sources[case[1]], out[case], *each) for case, each in of_ranks.items()}
 
     return worlds.Shared(groups, move)
@@ -220,10 +220,10 @@ def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
     _append(source / "model.safetensors", extra)
     worlds.run(2, load_and_export, source, dict(fsdp=2), tmp_path / "out")
     same_files(source, tmp_path / "out")
-    found = open_source(source)
-    assert {e.dtype for e in found.entries.values()} == set(CARRIED)
+    result = open_source(source)
+    assert {e.dtype for e in result.entries.values()} == set(CARRIED)
     for key, (_, _, values) in extra.items():
-        assert bytes(raw_tensor(found, key).flatten().contiguous().view(torch.uint8).tolist()) == values
+        assert bytes(raw_tensor(result, key).flatten().contiguous().view(torch.uint8).tolist()) == values
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tp=2)], ids=trials.named)
@@ -237,8 +237,8 @@ def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
 
 
 def _keys(directory: Path) -> dict[str, tuple[torch.dtype, bytes]]:
-    found = load_file(directory / "model.safetensors")
-    return {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in found.items()}
+    result = load_file(directory / "model.safetensors")
+    return {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in result.items()}
 
 
 def conditional(at: Path, name: str) -> Path:
@@ -371,7 +371,7 @@ def test_small_files_are_found_again_from_elsewhere(tmp_path: Path) -> None:
 
 
 def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
-    return mw.gather(mw.init(config, mw.Mesh(**mesh), seed=3))
+    return mw.gather(mw.init(config, trials.mesh_of(mesh), seed=3))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
@@ -379,8 +379,9 @@ def test_init_does_not_depend_on_the_mesh(tmp_path: Path, name: str) -> None:
     source = tiny.directory(tmp_path / "m", name)
     (source / "model.safetensors").unlink()
     one = worlds.run(1, initialised, source, {})[0]
-    for mesh in (dict(tp=2), dict(fsdp=2, tp=2), dict(replicate=2, fsdp=2)):
-        many = worlds.run(trials.world_of(mesh), initialised, source, mesh)[0]
+    meshes = {str(mesh): mesh for mesh in (dict(tp=2), dict(fsdp=2), dict(replicate=2))}
+    cases = {name: partial(initialised, source, mesh) for name, mesh in meshes.items()}
+    for many, _ in worlds.in_turn(2, cases).values():
         assert all(torch.equal(one[k], many[k]) for k in one)
         assert set(one) == set(many)
     matrices = [v.flatten() for v in one.values() if v.ndim > 1 and v.numel() > 100]

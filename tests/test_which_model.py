@@ -1,4 +1,4 @@
-"""Ranks that hold up different models, or the same name for different files: told apart before any work."""
+"""Ranks with different models, or with one name for different files, are refused before any work."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def crossed(source: Path, out: Path) -> list[str]:
     both = [mw.load(source, mesh, dtype=torch.float64) for _ in range(2)]
     mw.Engine(both[1], lr=1e-1).step(tiny.batches(mesh.data_rank))
     model = both[mesh.rank]
-    return [_said(partial(call, model, out)) for call in CALLS.values()]
+    return [_message_of(partial(call, model, out)) for call in CALLS.values()]
 
 
-def _said(act: Callable[[], Any]) -> str:
+def _message_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except RankError as error:
@@ -59,7 +59,7 @@ def test_two_models_of_one_config(source: Path, tmp_path: Path) -> None:
 def elsewhere(sources: list[Path], axes: dict[str, int]) -> str:
     mesh = trials.mesh_of(axes)
     engine = mw.Engine(mw.load(sources[mesh.rank], mesh, dtype=torch.float64), lr=1e-2)
-    return _said(lambda: engine.step(mine(engine)))
+    return _message_of(lambda: engine.step(mine(engine)))
 
 
 def test_other_weights_under_the_same_config(source: Path, tmp_path: Path) -> None:

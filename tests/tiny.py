@@ -65,7 +65,7 @@ def in_blocks(name: str) -> dict[str, Any]:
     few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     if name == "qwen3_5_moe":
         few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
-    if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # other sides of theirs have several blocks
+    if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # their other sides have several blocks
         few |= dict(hidden_size=128)
     return ALIGNED[name] if parts.ALL else {**ALIGNED[name], **{k: v for k, v in few.items() if k in ALIGNED[name]}}
 

@@ -92,8 +92,8 @@ def parts_within_heads(patch: Patch) -> None:
     """q, k and v as [heads, 3, K], in place of [3, heads, K]."""
     real = models_tower.TowerBlock.__init__
 
-    def init(self: Any, *given: Any) -> None:
-        real(self, *given)
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
         parts = lambda x: x.view(-1, self.heads, 3, self.head).transpose(1, 2).flatten(1)  # noqa: E731 - short
         self.qkv.register_forward_hook(lambda _module, _args, out: parts(out))
 
@@ -168,18 +168,18 @@ def merger_norm_over_four(patch: Patch) -> None:
 # What the text makes of the rows.
 
 
-def _given_rows(patch: Patch, change: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]) -> None:
+def _change_rows(patch: Patch, change: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]) -> None:
     """The rows that a tower gives, changed after the hooks on it have seen them."""
     real = torch.nn.Module.__call__
     patch.setattr(Tower, "__call__", lambda self, sight: change(real(self, sight)), raising=False)
 
 
 def features_a_layer_late(patch: Patch) -> None:
-    _given_rows(patch, lambda rows: (rows[0], torch.zeros_like(rows[0]), *rows[1:]))
+    _change_rows(patch, lambda rows: (rows[0], torch.zeros_like(rows[0]), *rows[1:]))
 
 
 def features_reversed(patch: Patch) -> None:
-    _given_rows(patch, lambda rows: (rows[0], *reversed(rows[1:])))
+    _change_rows(patch, lambda rows: (rows[0], *reversed(rows[1:])))
 
 
 def places_train_their_word(patch: Patch) -> None:
@@ -309,7 +309,7 @@ def a_slice_for_a_sum(patch: Patch) -> None:
 
 
 def replicas_summed_at_the_last(patch: Patch) -> None:
-    """FSDP is told to sum over replicas in the last micro-batch, though the tower ran before it alone."""
+    """FSDP reduces replicas in the last micro-batch, though the tower ran only before it."""
     patch.setattr(run_step, "sum_replicas", lambda tower, *, now: None)
 
 
@@ -328,8 +328,8 @@ def frames_shared_otherwise(patch: Patch) -> None:
 def rows_at_other_places(patch: Patch) -> None:
     real = run_step.sight_of
 
-    def sight_of(*given: Any) -> Any:
-        sight = real(*given)
+    def sight_of(*args: Any) -> Any:
+        sight = real(*args)
         return sight and replace(sight, at_N=sight.at_N.roll(1))
 
     patch.setattr(run_step, "sight_of", sight_of)

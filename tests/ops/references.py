@@ -89,8 +89,8 @@ def in_parts(op, parts, streams):
     for number, piece in enumerate(pieces):
         try:
             op(Part(parts, number, None), *piece)
-        except _Brought as asked:
-            brought.append(asked.rows)
+        except _Brought as requested:
+            brought.append(requested.rows)
     return torch.cat([op(Part(parts, number, brought), *piece) for number, piece in enumerate(pieces)])
 
 

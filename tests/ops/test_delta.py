@@ -182,13 +182,13 @@ def test_a_document_is_the_same_alone_and_packed():
     assert (packed - torch.cat(alone)).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
-def test_rule_as_transformers(theirs):
+@pytest.mark.parametrize("expected", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
+def test_rule_as_transformers(expected):
     streams = [x.detach().float().requires_grad_() for x in inputs(150, 2, 2, 8, 16, decay=0.1)]
 
     def reference(q, k, v, g, beta):
         flat = [q[None], k[None], v.flatten(1, 2)[None], g.flatten(1)[None], beta.flatten(1)[None]]
-        return theirs(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
+        return expected(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
 
     ours = differentiate(lambda *x: rule(*x, documents([150], "cpu")), streams)
     assert_same(ours, differentiate(reference, streams), 1e-5)

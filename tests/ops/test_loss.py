@@ -97,8 +97,8 @@ def test_logits_that_are_all_large_lose_few_digits():
         inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
         return differentiate(lambda *both: combine_stats(token_stats(*both, labels)[None])[1], inputs)
 
-    for found, exact in zip(entropy(torch.float32), entropy(torch.float64), strict=True):
-        assert (found.double() - exact).norm() <= 7e-4 * exact.norm()
+    for result, exact in zip(entropy(torch.float32), entropy(torch.float64), strict=True):
+        assert (result.double() - exact).norm() <= 7e-4 * exact.norm()
 
 
 def test_large_logits_are_finite():
@@ -146,9 +146,9 @@ def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
     def ours(x, weight):
         return -combine_stats(token_stats(x, weight, labels, chunk, entropy=False)[None])[0]
 
-    found = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
+    result = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
     exact = differentiate(ours, [x.bfloat16().double().requires_grad_(), weight.detach().double().requires_grad_()])
-    for ours_here, wanted in zip(found, exact, strict=True):
+    for ours_here, wanted in zip(result, exact, strict=True):
         assert torch.allclose(ours_here.double(), wanted, rtol=2e-2, atol=0)
 
 

@@ -1,6 +1,6 @@
 """Slow and obvious: what the design says about meshes and placing, on arrays of element numbers.
 
-Nothing here calls the code under test, save for the types that carry its inputs (`Axes`, `Param`).
+This module does not call the code under test, save for the types that carry its inputs (`Axes`, `Param`).
 """
 
 from functools import cache
@@ -33,13 +33,13 @@ def divisors(number: int) -> list[int]:
 @cache
 def all_sizes(max_world: int = MAX_WORLD) -> list[tuple[int, int, int, int, int, int]]:
     """Every (pp, replicate, fsdp, cp, tp, ep) with at most so many ranks."""
-    found = []
+    result = []
     for world in range(1, max_world + 1):
         for pp, replicate, fsdp, cp in product(divisors(world), repeat=4):
             if world % (pp * replicate * fsdp * cp) == 0:
                 tp = world // (pp * replicate * fsdp * cp)
-                found += [(pp, replicate, fsdp, cp, tp, ep) for ep in divisors(fsdp * cp * tp)]
-    return found
+                result += [(pp, replicate, fsdp, cp, tp, ep) for ep in divisors(fsdp * cp * tp)]
+    return result
 
 
 @st.composite
@@ -70,8 +70,8 @@ def coordinates(axes: Axes) -> list[dict[str, int]]:
 
 def chunks(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """`torch.chunk` of dim 0, with empty ones where it gives fewer; so does FSDP."""
-    found = list(values.chunk(parts)) if len(values) else []
-    return found + [values[:0]] * (parts - len(found))
+    result = list(values.chunk(parts)) if len(values) else []
+    return result + [values[:0]] * (parts - len(result))
 
 
 def numbered(param: Param) -> torch.Tensor:

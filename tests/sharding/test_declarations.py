@@ -18,8 +18,8 @@ class Model(nn.Module):
             setattr(self.net, name, value)
 
 
-def block(start, stop, key, shape, theirs=None):
-    return Block(Box(start, stop), key, shape, theirs or Box.whole(shape))
+def block(start, stop, key, shape, reference=None):
+    return Block(Box(start, stop), key, shape, reference or Box.whole(shape))
 
 
 def one(*blocks, name="one"):
@@ -95,8 +95,8 @@ def test_sizes_that_differ():
 
 
 def test_rows_of_the_source_that_nobody_takes():
-    theirs = Box((0,), (6,))
-    refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), theirs))))
+    reference = Box((0,), (6,))
+    refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), reference))))
 
 
 def test_rows_of_the_source_that_are_taken_twice():

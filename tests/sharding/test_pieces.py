@@ -78,10 +78,10 @@ def check_tiled(table, axes):
     for rank, at in enumerate(coordinates(axes)):
         for name, piece in check_rank(table, axes, rank, at).items():
             ids = numbered(table[name])
-            found = holders(table[name], Rules(), axes, rank)
-            own = found[0] == rank
+            result = holders(table[name], Rules(), axes, rank)
+            own = result[0] == rank
             if piece.numel:
-                holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = found
+                holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = result
             rows = rows_to_write(table[name], Rules(), axes, rank)
             assert rows.box.shape[len(table[name].rows) :] == tuple(table[name].cols.values()), "whole rows"
             for box in rows.boxes:
@@ -185,10 +185,10 @@ def test_a_layer_is_on_one_rank(name, pipeline):
                 spec.line(pp)
             continue
         of_layer = [set().union(*(spec.places(p, axes) for p in table if p.layer == i)) for i in range(8)]
-        assert all(len(found) == 1 for found in of_layer)
+        assert all(len(result) == 1 for result in of_layer)
         assert set().union(*of_layer) == {*range(pp)}
         if pipeline.stages == 1:
-            assert [min(found) for found in of_layer] == sorted(min(found) for found in of_layer)
+            assert [min(result) for result in of_layer] == sorted(min(result) for result in of_layer)
 
 
 def test_layers_are_whole():
@@ -253,7 +253,7 @@ def test_tp_beyond_the_key_heads_of_the_delta_net_is_refused():
 @examples(60)
 @given(placed())
 def test_spans_are_what_pieces_are_cut_to(case):
-    """Model code is told a range of heads; its parameters hold just those."""
+    """Model code gets a range of heads; its parameters hold just those."""
     axes, param = case
     for at in coordinates(axes):
         ids = reference.cut_ids(param, axes, at)
