@@ -60,12 +60,7 @@ REPLICAS, FSDP, TP = dict(replicate=2), dict(fsdp=2), dict(tp=2)
 # What differs from rank to rank: the mesh, how the engine is made, what is called then, what is said of it.
 DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "seed": (REPLICAS, _seeded, _step, apart("seed", "1", "0")),
-    "lr": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "lr", 1e-3, 2e-3),
-        _step,
-        apart(r"\blr\b", r"0\.002", r"0\.001"),
-    ),
+    "lr": (REPLICAS, lambda s, m: _other(s, m, "lr", 1e-3, 2e-3), _step, apart(r"\blr\b", r"0\.002", r"0\.001")),
     "function of lr": (
         FSDP,
         lambda s, m: _other(s, m, "lr", lambda step: 0.1, lambda step: 0.2),
@@ -103,12 +98,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         _step,
         apart("dtype", r"torch\.float32", r"torch\.float64"),
     ),
-    "train": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "train", "**", "layers.*"),
-        _step,
-        apart("train", r"\d+", r"\d+"),
-    ),
+    "train": (REPLICAS, lambda s, m: _other(s, m, "train", "**", "layers.*"), _step, apart("train", r"\d+", r"\d+")),
     "memory": (
         FSDP,
         lambda s, m: _other(s, m, "memory", mw.MemoryOptions(), mw.MemoryOptions(offload=True)),

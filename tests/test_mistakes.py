@@ -54,12 +54,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         words("^StateError", "gradients", r"update\(\)", r"discard\(\)"),
     ),
     ("no batch", {}, lambda e: e.step([]), r"^DataError: (?!.*(?:engine\.step|pack)\().*\bbatch"),
-    (
-        "nothing to learn",
-        {},
-        lambda e: e.step([mw.pack([[1]])]),
-        words("^DataError", "no token", "label"),
-    ),
+    ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), words("^DataError", "no token", "label")),
     (
         "unequal",
         {},
@@ -287,11 +282,7 @@ def test_arguments_that_cannot_be(messages_of_arguments: dict[str, list[str]], n
         (dict(device="cuda"), {}, words("device='cuda'", "device='cpu'")),
         (dict(timeout_s=0), {}, r"timeout_s=0\b"),
         ({}, dict(WORLD_SIZE="1"), words("WORLD_SIZE=1", "RANK, MASTER_ADDR, MASTER_PORT", "torchrun")),
-        (
-            {},
-            dict(WORLD_SIZE="abc", RANK="0", MASTER_ADDR="x", MASTER_PORT="1"),
-            r"WORLD_SIZE='abc'",
-        ),
+        ({}, dict(WORLD_SIZE="abc", RANK="0", MASTER_ADDR="x", MASTER_PORT="1"), r"WORLD_SIZE='abc'"),
     ],
     ids=str,
 )

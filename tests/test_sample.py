@@ -24,11 +24,7 @@ from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 
 PROMPTS, TOKENS = [[5, 6, 7, 8, 9], [11], [23, 42, 99, 3, 100, 7, 7, 12]], 4
-MESHES = {
-    "qwen3": [dict(fsdp=2)],
-    "qwen3_moe": [dict(fsdp=2, ep=2), dict(tp=2, ep=2)],
-    "qwen3_5": [dict(tp=2)],
-}
+MESHES = {"qwen3": [dict(fsdp=2)], "qwen3_moe": [dict(fsdp=2, ep=2), dict(tp=2, ep=2)], "qwen3_5": [dict(tp=2)]}
 
 
 def peer(at: Path) -> list[list[int]]:

@@ -416,11 +416,7 @@ def test_a_v_turns_on_the_last_rank():
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2), 6), r"pp=4\b.*\b6\b.*give 8 .*or"),
         (ConfigError, lambda: ORDERS["zero-bubble"](line_of(4, 2), 6), "groups of pp=4"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2, True), 8), "choose the schedule v"),
-        (
-            ConfigError,
-            lambda: ORDERS["v"](line_of(4, 2), 8),
-            "schedule v needs.*turn",
-        ),
+        (ConfigError, lambda: ORDERS["v"](line_of(4, 2), 8), "schedule v needs.*turn"),
         (ConfigError, lambda: v_schedule(line_of(4, 2, True), 8, most=1), "most=1 .*give 2 or more"),
         (ConfigError, lambda: forwards(line_of(2), 0), "a step of 0 micro-batches does nothing; give 1 or more"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(2), 0), "a step of 0 micro-batches"),

@@ -98,11 +98,7 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
         words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient", r"(\d+) of (?!\1)\d+ parameters"),
     ),
     "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"^ConfigError: .*max_norm=-1\.0"),
-    "max_norm of nan": (
-        ALONE,
-        _early(lambda e: _set(e, max_norm=float("nan"))),
-        r"^ConfigError: .*max_norm=nan\b",
-    ),
+    "max_norm of nan": (ALONE, _early(lambda e: _set(e, max_norm=float("nan"))), r"^ConfigError: .*max_norm=nan\b"),
     "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"^ConfigError: .*max_norm='1'"),
     "lr of two numbers": (
         ALONE,
@@ -145,11 +141,7 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
     "source": (ALONE, lambda e: mw.load(None), words("^LoadError", "None", "Hugging Face", "directory")),
     "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"^ConfigError: .*train=None"),
     "target": (ALONE, lambda e: mw.export(e.model, None), words("^ExportError", "None", "directory")),
-    "fields": (
-        ALONE,
-        lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]),
-        words("^DataError", r"\bfields\b", "dict"),
-    ),
+    "fields": (ALONE, lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]), words("^DataError", r"\bfields\b", "dict")),
 }
 
 

@@ -118,10 +118,7 @@ def state_lost(after: int) -> Callable[[Patch], None]:
 
 
 PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
-    "no gradient, no update": (
-        without_gradient_no_update,
-        "U1 model.embed_tokens.weight: ",
-    ),
+    "no gradient, no update": (without_gradient_no_update, "U1 model.embed_tokens.weight: "),
     "the last update is too large": (last_update_too_large, "U1 lm_head.weight: .*4716 of 4716"),
     "it is not finite in the end": (not_finite_in_the_end, "U1 embed.weight: .*not finite after step 2$"),
     "the norm is of rounded gradients": (norm_of_rounded_gradients, "N1 norm: "),

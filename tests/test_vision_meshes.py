@@ -50,10 +50,7 @@ IN_PART: dict[str, dict[str, int]] = {
     "fsdp=2,cp=2,tp=2,ep=4": dict(cp=2, tp=2, ep=4),
     "pp=2,fsdp=2,tp=2,ep=2": dict(pp=2, fsdp=2, ep=2),
 }
-LARGE: list[dict[str, int]] = [
-    dict(fsdp=2, cp=2, tp=2, ep=4),
-    dict(pp=2, fsdp=2, tp=2, ep=2),
-]
+LARGE: list[dict[str, int]] = [dict(fsdp=2, cp=2, tp=2, ep=4), dict(pp=2, fsdp=2, tp=2, ep=2)]
 
 
 def smaller(meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:

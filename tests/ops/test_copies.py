@@ -4,12 +4,7 @@ import torch
 from meshwright.ops import Copies, by_expert, copies_of, gather_copies, runs, sum_copies, turns
 from tests.ops.references import compare, rand
 
-CASES = {
-    "several": [2, 0, 0, 1, 2, 2, 3],
-    "one each": [1, 0, 2],
-    "one row": [0, 0, 0],
-    "none": [],
-}
+CASES = {"several": [2, 0, 0, 1, 2, 2, 3], "one each": [1, 0, 2], "one row": [0, 0, 0], "none": []}
 
 
 def copies(of: list[int]) -> Copies:

@@ -4,10 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 from meshwright.ops import causal_conv, delta, documents, gates
 from meshwright.ops.delta import chunked
@@ -105,11 +102,7 @@ def in_chunks(size, docs):
 @given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 8, 64]))
 def test_rule_against_reference(lengths, heads, chunk):
     docs = documents(lengths, "cpu")
-    compare(
-        in_chunks(chunk, docs),
-        lambda *x: references.delta_rule(*x, docs.bounds),
-        inputs(sum(lengths), *heads),
-    )
+    compare(in_chunks(chunk, docs), lambda *x: references.delta_rule(*x, docs.bounds), inputs(sum(lengths), *heads))
 
 
 @quick
@@ -160,11 +153,7 @@ def test_every_part_takes_what_all_bring(part):
 
 def test_rule_over_documents_longer_than_its_real_chunk():
     docs = documents([3, 130, 64, 1, 67], "cpu")
-    compare(
-        lambda *x: rule(*x, docs),
-        lambda *x: references.delta_rule(*x, docs.bounds),
-        inputs(265, 1, 2, decay=0.05),
-    )
+    compare(lambda *x: rule(*x, docs), lambda *x: references.delta_rule(*x, docs.bounds), inputs(265, 1, 2, decay=0.05))
 
 
 @pytest.mark.parametrize("chunk", [4, 64])

@@ -48,9 +48,7 @@ def test_a_good_model_is_collected():
 
 def test_a_bare_parameter():
     refused(
-        r"net\.bias\b.*nn\.Parameter\b.*weight\(",
-        w=weight({"embed": 2}, key="w"),
-        bias=nn.Parameter(torch.ones(2)),
+        r"net\.bias\b.*nn\.Parameter\b.*weight\(", w=weight({"embed": 2}, key="w"), bias=nn.Parameter(torch.ones(2))
     )
 
 
@@ -153,11 +151,7 @@ def test_no_layout():
 def test_a_group_whose_members_disagree():
     a, b = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("x", "a"), ("y", "b")))
     c, d = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("z", "a"), ("q", "other")))
-    refused(
-        r"net\.v\b.*\['a', 'other'\].*\['a', 'b'\].*'g'",
-        w=vector(a, b, group="g"),
-        v=vector(c, d, group="g"),
-    )
+    refused(r"net\.v\b.*\['a', 'other'\].*\['a', 'b'\].*'g'", w=vector(a, b, group="g"), v=vector(c, d, group="g"))
 
 
 def test_a_dim_among_rows_and_columns():
