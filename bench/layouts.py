@@ -67,7 +67,7 @@ def in_batches(memory: mw.MemoryOptions, directory: Path, mesh: dict[str, int]) 
     engine, batches = mw.Engine(model, lr=0.0), [mw.pack([part]) for part in quarters(model.mesh.data_rank)]
     with Recorder() as recorder:
         engine.step(batches)
-    sent = sum(seen.num_bytes for seen in recorder.seen if len(seen.ranks) > 1)
+    sent = sum(seen.num_bytes for seen in recorder.collectives if len(seen.ranks) > 1)
     billed = sum(charge.count * charge.num_bytes for charge in step_bill(model, TOKENS // 4, 4))
     if sent != billed:
         raise RuntimeError(f"a step sent {sent} bytes, the bill says {billed}")
@@ -146,7 +146,7 @@ def turns(directory: Path, layout: str, rounds: int) -> dict[str, Any]:
         loss = step()
         with Recorder() as recorder:
             step()
-        seen = [s for s in recorder.seen if len(s.ranks) > 1]
+        seen = [s for s in recorder.collectives if len(s.ranks) > 1]
         kinds = {op: sum(s.op == op for s in seen) for op in sorted({s.op for s in seen})}
         results[name] = {"loss": loss, "kinds": kinds, "bytes": sum(s.num_bytes for s in seen), "seconds": []}
     for _ in range(rounds):

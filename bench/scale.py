@@ -30,7 +30,7 @@ import torch.testing._internal.distributed.fake_pg
 import meshwright as mw
 from bench.plans import QWEN3_235B
 from meshwright.blueprint import Blueprint
-from meshwright.engine.agreement import Data, Proposal, Told, warn_of_same_data, whole_step
+from meshwright.engine.agreement import Data, GatheredData, Proposal, warn_of_same_data, whole_step
 from meshwright.mesh import Memory
 from meshwright.weights import make_files
 
@@ -74,11 +74,11 @@ def seconds(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - begun, done
 
 
-def told_by(mesh: mw.Mesh) -> Told:
+def gathered_by(mesh: mw.Mesh) -> GatheredData:
     """Return what ranks gather before a step, if all bring equally many tokens."""
     row = [1.0, 8000, 2, 8192, 16000, 7, 0]
     ranks = mesh.ranks_over(mw.axes.DENSE)
-    return Told(torch.tensor([row], dtype=torch.float64).repeat(len(ranks), 1), mesh.axes.data_rank(ranks))
+    return GatheredData(torch.tensor([row], dtype=torch.float64).repeat(len(ranks), 1), mesh.axes.data_rank(ranks))
 
 
 def measured(source: Path, axes: dict[str, int], rank: int) -> dict[str, float]:
@@ -86,17 +86,17 @@ def measured(source: Path, axes: dict[str, int], rank: int) -> dict[str, float]:
         groups, _ = seconds(lambda: mesh.process_group(mw.axes.DENSE))
         loading, model = seconds(lambda: mw.load(source, mesh))
         engine, made = seconds(lambda: mw.Engine(model, lr=1e-5))
-        told = told_by(mesh)
-        step = min(seconds(lambda: step_of(told, mesh))[0] for _ in range(5))
+        gathered = gathered_by(mesh)
+        step = min(seconds(lambda: step_of(gathered, mesh))[0] for _ in range(5))
         stored = sum(tensor.nbytes for tensor in model.stored().values())
         planned = next(s.num_bytes for s in model.need().stored(rank) if s.what == "parameters")
     return {"load": loading, "engine": engine, "step": 1e3 * step, "stored": stored, "planned": planned,
             "trained": len(made.trained), "groups": groups}  # fmt: skip
 
 
-def step_of(told: Told, mesh: mw.Mesh) -> None:
-    whole_step(Proposal(Data()), told, mesh)
-    warn_of_same_data(told, 1)
+def step_of(gathered: GatheredData, mesh: mw.Mesh) -> None:
+    whole_step(Proposal(Data()), gathered, mesh)
+    warn_of_same_data(gathered, 1)
 
 
 def files_of(config: dict[str, Any], at: Path) -> Path:

@@ -16,7 +16,8 @@ else:
         """Import a module of the package, or all public names, on first use: `meshwright --help` needs no torch."""
         if name.startswith("__") and name != "__all__":  # the import system and inspect ask for such names
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-        try:  # else `from .. import parallel` would import all of the public names, in a circle
+        # Modules first: else `from .. import parallel` would import all public names, which import `parallel`.
+        try:
             return importlib.import_module(f".{name}", __name__)
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":

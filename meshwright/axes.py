@@ -30,7 +30,7 @@ Ranks = TypeVar("Ranks", int, Tensor)
 class Sum:
     """An all-reduce over ranks, as data: `Mesh.all_reduce_` runs it, and the bill of a step charges for it."""
 
-    name: str  # shown in an error when a rank is lost there
+    name: str  # shown in the error when a rank is lost in it
     axes: tuple[str, ...]
     num_bytes: int = 0
 
@@ -80,17 +80,21 @@ class Axes:
         return outer if neighbours > 1 else axis, inner if neighbours < size else axis
 
     def size_of(self, axis: str) -> int:
+        """Return the size of one axis, of either view, or of half of one."""
         return self._sizes[axis]
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the sizes of several axes."""
         return tuple(self.size_of(a) for a in axes)
 
     @cached_property
     def world(self) -> int:
+        """Return the number of ranks."""
         return prod(self.sizes(DENSE))
 
     @property
     def num_data_ranks(self) -> int:
+        """Return the data-parallel size: how many different streams of tokens the ranks read."""
         return self.replicate * self.fsdp
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -101,7 +105,7 @@ class Axes:
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world:
-            raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
+            raise MeshError(f"rank {rank} is not one of the {self.world} ranks of {self}")
 
     def data_rank(self, rank: Ranks) -> Ranks:
         """Return the data stream that a rank reads; `rank` may be a tensor of ranks.
@@ -131,7 +135,7 @@ class Axes:
         """Return every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
         others = tuple(a for a in self._view(axes) if a not in axes)
         firsts = self.group(0, others)  # the ranks at 0 on all of `axes`
-        if ENDS in axes:  # the last stage is never first, though its coordinate on pp is left open here
+        if ENDS in axes:  # ranks of the last stage start no group: they belong to those of the first stage
             firsts = tuple(rank for rank in firsts if not self.coords(rank)[ENDS])
         return [self.group(rank, axes) for rank in firsts]
 
@@ -166,6 +170,7 @@ class Axes:
 
 
 def _unravel(rank: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Return the coordinates of a rank, in row-major order: the last axis changes fastest."""
     out = {}
     for name, size in zip(reversed(names), reversed(sizes), strict=True):
         rank, out[name] = divmod(rank, size)

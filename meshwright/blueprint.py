@@ -1,7 +1,7 @@
 """A model before it is placed on a mesh: its config, its module on the meta device, and how its files spell it.
 
-It is made from `config.json` and the headers of the files alone, in milliseconds, and whatever does not fit is refused
-here. Loading, the bill, plans and `verify` all ask the same blueprint, so they cannot disagree about a model.
+It is made from `config.json` and the headers of the files alone, in milliseconds, and refuses whatever does not fit.
+Loading, the bill, plans and `verify` all read the same blueprint, so they cannot disagree about a model.
 """
 
 from __future__ import annotations
@@ -132,11 +132,12 @@ def _in_fp8(recipe: Recipe, table: Table) -> frozenset[str]:
 
 
 def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stored: torch.dtype) -> KeyMap:
+    """Return the mapping from parameters to file keys. Refuse a source that lacks keys, or has unknown ones."""
     if source is None:
         return of_table(table, file_dtype(config))
     choice = choose(table, source)
     fresh = [p.name for p in table if p.optional and not any(k in source.entries for k in p.layouts[0].keys)]
-    if not source.has_headers:
+    if not source.has_headers:  # an index names keys, but no shapes or dtypes to check
         return replace(of_table(table, file_dtype(config), choice), fresh=frozenset(fresh))
     check_keys(table, source, choice, fresh, stored)
     return of_source(table, source, choice, fresh, file_dtype(config))

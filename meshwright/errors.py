@@ -88,7 +88,7 @@ class DataError(MeshwrightError):
 
 
 class StateError(MeshwrightError):
-    """A call at the wrong time: `update() of step 3 found 0 of 290 gradients; call backward(batches) first`."""
+    """A call at the wrong time: `update() of step 3 has no gradients; call backward(batches) first`."""
 
 
 class RankError(MeshwrightError):

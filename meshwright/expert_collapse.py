@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_DEAD = 0.25  # fraction of all experts without a token from which a step counts as collapsed
-_FULL = 0.9  # or: the busiest expert has this fraction of the most that it can have
+# A step counts as collapsed if this fraction of all experts got no token, or if the busiest expert reached this
+# fraction of the highest load possible.
+_DEAD = 0.25
+_FULL = 0.9
 _FEWEST = 20  # steps before any verdict: a new router may start unevenly
 
 
@@ -35,6 +37,7 @@ class ExpertUse:
                 self._take_step(line["step"], by_layer, num_dead)
 
     def _take_step(self, step: int, by_layer: list[float], num_dead: int) -> None:
+        """Count one step, and describe it in case it is the last."""
         worst, total = max(by_layer), self.num_experts * len(by_layer)
         self.num_steps += 1
         self.num_collapsed += num_dead >= _DEAD * total or worst >= _FULL * self.limit

@@ -47,11 +47,12 @@ def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Ad
 
 
 def _silent(n: int) -> None:
-    pass
+    """Ignore progress."""
 
 
 @contextmanager
 def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
+    """Show a progress bar of rich on a terminal."""
     from rich.console import Console  # imported late: --help should not wait for it
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -64,6 +65,7 @@ def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
 
 @contextmanager
 def _lines(label: str, total: int, unit: str) -> Iterator[Advance]:
+    """Print a line at most every few seconds, and one at the end: log files should not fill with carriage returns."""
     began = last = time.monotonic()
     done, lock = 0, Lock()
 
@@ -84,6 +86,7 @@ def _lines(label: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
+    """Print one line of progress."""
     from rich.filesize import decimal
 
     amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done:,} of {total:,} {unit}"

@@ -1,8 +1,8 @@
-"""How a model is run: one frozen value, from Python, from a run file or from the command line.
+"""The recipe: all options of how a model is run, in one frozen value.
 
-Each option is a field that is declared once, here. Its metadata makes the argument of `mw.load`, the field of a run
-file, the flag of `plan` and `verify`, and the row of docs/reference.md. Nothing here imports torch, so that `--help`
-answers at once.
+Each option is a dataclass field, declared once in this module. Its metadata makes the argument of `mw.load`, the field
+of a run file, the flag of `plan` and `verify`, and the row of docs/reference.md. The module imports no torch, so that
+`--help` answers at once.
 """
 
 import fnmatch
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 RECOMPUTE = ("none", "selective", "full")
-LATE = ("zero-bubble", "v")  # schedules that delay the gradients of weights
+# Schedules that split backward: gradients of activations at once, because another stage waits for them, and gradients
+# of weights later, to fill the bubble (zero bubble, arXiv 2401.10241).
+LATE = ("zero-bubble", "v")
 SCHEDULES = ("1f1b", *LATE)
 
 
@@ -24,13 +26,13 @@ _MARKS = {"costs": "", "choices": (), "number": "", "command": True, "fixed": Fa
 
 
 def option(default: Any, text: str, **marks: Any) -> Any:
-    """Declare an option. The first sentence of `text` is what --help says.
+    """Declare an option. `--help` shows the first sentence of `text`.
 
-    `marks`: `costs`, for the reference. `choices`, of texts. `number`, the flag that takes the number of a field that
-    is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have the
-    value that it began with.
+    `marks`: `costs`: text for the reference. `choices`: allowed strings. `number`: the flag for the number of a field
+    that is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have
+    the value that it started with.
     """
-    assert marks.keys() <= _MARKS.keys(), f"there are no marks {marks.keys() - _MARKS.keys()}"
+    assert marks.keys() <= _MARKS.keys(), f"unknown marks {marks.keys() - _MARKS.keys()}"
     return field(default=default, metadata={**_MARKS, "text": text, **marks})
 
 
@@ -68,16 +70,16 @@ class MemoryOptions:
         costs="unsharded gradients of the whole model, in the dtype of the reduction (float32)",
     )  # fmt: skip
     narrow_grads: bool = option(
-        False, "Send gradients to their shards in the compute dtype, by an all-to-all, and sum them there in float32. "
-        "That is half the bytes in bfloat16, without rounding partial sums.",
+        False, "Send gradients to their shards in the compute dtype, by an all-to-all, and sum them in float32 on the "
+        "rank that stores the shard. That is half the bytes in bfloat16, without rounding partial sums.",
         costs="send and receive buffers for one unit. Keep shards inside one node: between nodes an all-to-all "
         "carries more than a ring, [a plan](plan.md) says how much. Replicas are summed in float32 as usual. Where a "
         "pipeline accumulates gradients until the end of a step (`Pipeline(hold=)`), they are sent once, in float32",
     )  # fmt: skip
     token_once: bool | int = option(
         False, "Under ep, send a token once to each rank that holds some of its experts, not once to each of these "
-        "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and from there once "
-        "to each rank.",
+        "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and inside the "
+        "node once to each rank.",
         costs="expert ids and weights travel with the rows; sorting. In bfloat16 sums are rounded once per rank, not "
         "once per expert, and once more per node. With nodes the host synchronizes with the device twice a layer, "
         'and `recompute="selective"` also keeps the rows that arrived at the node. The number of rows in '
@@ -85,22 +87,24 @@ class MemoryOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        """Refuse values out of range, and options that contradict each other."""
         if type(self.token_once) is not bool and (type(self.token_once) is not int or self.token_once < 1):
             raise ConfigError(
                 f"token_once={self.token_once!r} is not a number of ranks; give True, or how many ranks a node has"
             )
         if self.recompute not in RECOMPUTE:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(RECOMPUTE)}")
+        # Both need the whole unsharded model on the device for a step, and `offload` exists to avoid just that.
         once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""
         if self.offload and once:
             raise ConfigError(
-                f"offload=True takes parameters and gradients off the device, where {once}=True keeps those of the "
-                "whole model; choose one of them"
+                f"offload=True moves parameters and gradients off the device, and {once}=True keeps those of the whole "
+                "model on it; choose one of them"
             )
         if self.sum_once and self.narrow_grads:
             raise ConfigError(
-                "sum_once=True adds gradients up in float32 before it sends them, and narrow_grads=True sends them as "
-                "narrow as matmuls produce them; choose one of them"
+                "sum_once=True accumulates gradients in float32 before it reduces them, and narrow_grads=True sends "
+                "them in the compute dtype; choose one of them"
             )
         if self.compiled and self.recompute == "selective":
             raise ConfigError(
@@ -110,19 +114,22 @@ class MemoryOptions:
 
     @property
     def gathers_wide(self) -> bool:
-        """Whether FSDP gathers the values of what matmuls take in 8 bits: from host memory, because the hooks that
-        quantise are lost in the copy on the device, and for compiled layers, whose graphs the hooks would split."""
+        """Tell whether FSDP all-gathers values in the compute dtype, even for weights whose matmuls are in FP8.
+
+        Hooks that quantise before the all-gather are lost when parameters are copied from host memory, and they would
+        split the graphs of compiled layers.
+        """
         return self.offload or self.compiled
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a run uses its pipeline stages. It has no effect with pp=1."""
+    """Options of pipeline parallelism. They have no effect with pp=1."""
 
     schedule: str = option(
         "1f1b", "The pipeline schedule. 1f1b alternates forward and backward passes; zero-bubble splits backward in "
         "two and fills the bubble with weight gradients (arXiv 2401.10241); v does so with two stages per rank, placed "
-        "there and back: it has the smallest bubble, and every rank keeps equally many activations.", choices=SCHEDULES,
+        "in a V: it has the smallest bubble, and every rank keeps equally many activations.", choices=SCHEDULES,
     )  # fmt: skip
     stages: int = option(
         1, "Stages per rank (interleaving); v has 2. More than one makes the bubble smaller, sends more often, and "
@@ -139,6 +146,7 @@ class Pipeline:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        """Refuse values out of range. The schedule v implies two stages per rank."""
         hold: object = self.hold
         if type(self.schedule) is not str or self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(SCHEDULES)}")
@@ -147,10 +155,11 @@ class Pipeline:
         if type(self.stages) is not int or self.stages < 1:
             raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
         if hold not in (True, False, None) or type(hold) is int:
-            raise ConfigError(f"hold={hold!r} must be True, False or None (where there is room)")
+            raise ConfigError(f"hold={hold!r} must be True, False or None (where memory allows it)")
         self._check_ends(self.ends)
 
     def _check_ends(self, ends: object) -> None:
+        """Refuse anything but layer counts. Their number and order are checked with the mesh, which has the stages."""
         if ends is None:
             return
         if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
@@ -160,7 +169,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How mixers see the tokens of other cp ranks. Results differ by rounding only."""
+    """Options of how mixers see the tokens of other cp ranks. Results differ by rounding only."""
 
     attention: int | None = option(
         None, "How many consecutive cp ranks exchange tokens for heads (Ulysses all-to-all, arXiv 2309.14509). Over "
@@ -173,6 +182,7 @@ class ContextParallel:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        """Refuse sizes below 1. Whether they divide cp and the heads is checked with the mesh and the model."""
         for name, size in vars(self).items():
             if size is not None and (type(size) is not int or size < 1):
                 raise LayoutError(
@@ -182,7 +192,10 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is run: what `mw.load` takes beside the model and the mesh."""
+    """The options of `mw.load` other than the model and the mesh.
+
+    A recipe says how a model is run. `memory`, `pipeline` and `context` change results by rounding only.
+    """
 
     head: str = option(
         "lm", 'Which head is trained: "lm" the vocabulary; "value" one score per token, or one per label of a '
@@ -213,14 +226,15 @@ class Recipe:
     fp8_skip: str | Sequence[str] = option((), "Patterns of the parameters whose matmuls stay in `dtype`.")
 
     def __post_init__(self) -> None:
+        """Refuse values of the wrong type. Type checkers do not see values that come from files and notebooks."""
         for name, kind, example in (
             ("memory", MemoryOptions, "recompute='full'"), ("pipeline", Pipeline, "stages=2"),
             ("context", ContextParallel, "attention=1"),
         ):  # fmt: skip
             value = vars(self)[name]
             if not isinstance(value, kind):
-                whole = f"mw.{kind.__name__}"
-                raise ConfigError(f"{name}={value!r} must be {whole}(...), such as {whole}({example})")
+                cls = f"mw.{kind.__name__}"
+                raise ConfigError(f"{name}={value!r} must be {cls}(...), such as {cls}({example})")
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
         if self.fp8 not in (None, "block"):
@@ -234,28 +248,28 @@ class Recipe:
             )
 
     def plain(self, **fields: Any) -> "Recipe":
-        """Return a recipe that lays the same model out in the same way, with no option for memory or speed."""
+        """Return a recipe of the same model and layout, without options for memory or speed."""
         return replace(self, memory=MemoryOptions(), fp8=None, fp8_skip=(), **fields)
 
     def check_schedule(self) -> None:
-        """Refuse what does not go with a schedule that delays the gradients of weights."""
+        """Refuse options that contradict a schedule which delays weight gradients."""
         pipeline = self.pipeline
         if pipeline.schedule not in LATE:
             return
         if self.memory.compiled:
             raise ConfigError(
-                f"schedule={pipeline.schedule!r} cuts backward in two, and a compiled layer has one that cannot be "
-                "cut; choose schedule='1f1b' or compiled=False"
+                f"schedule={pipeline.schedule!r} splits backward in two, and the backward of a compiled layer cannot "
+                "be split; choose schedule='1f1b' or compiled=False"
             )
         if pipeline.hold is False:
             raise ConfigError(
-                f"schedule={pipeline.schedule!r} with hold=False: delayed gradients would be summed for each "
-                "micro-batch alone; leave hold out, or choose schedule='1f1b'"
+                f"schedule={pipeline.schedule!r} with hold=False: delayed weight gradients would be reduced in each "
+                "micro-batch; leave hold out, or choose schedule='1f1b'"
             )
 
 
 class RecipeFields(TypedDict, total=False):
-    """The fields of `Recipe` as keyword arguments, for type checkers; a test holds the two together."""
+    """The fields of `Recipe` as keyword arguments, for type checkers. A test compares the two."""
 
     head: str
     dtype: "torch.dtype | None"
@@ -268,23 +282,24 @@ class RecipeFields(TypedDict, total=False):
     fp8_skip: str | Sequence[str]
 
 
-def patterns_of(given: object, argument: str = "train") -> list[str]:
-    """Return the patterns of names that a caller gave, one or several, as a list."""
-    patterns = [given] if isinstance(given, str) else given
+def patterns_of(value: object, argument: str = "train") -> list[str]:
+    """Return one or several patterns of names as a list. Refuse other types."""
+    patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"{argument}={given!r} must be a pattern of names, or a list of them, such as 'layers.*'")
+        raise ConfigError(f"{argument}={value!r} must be a pattern of names, or a list of them, such as 'layers.*'")
     return list(patterns)
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> list[str]:
-    """Return the names that match a pattern, in their order. Refuse a pattern that matches none."""
-    names, found = list(names), set[str]()
+    """Return the names that match any of the patterns, in their order. Refuse a pattern that matches none: it is a
+    typo, and would train too little without an error."""
+    names, matches = list(names), set[str]()
     for pattern in patterns:
         matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             raise ConfigError(
-                f"{argument}={pattern!r} matches no parameter; names are like {names[0]}, and model.trainable of a "
-                "model that is loaded without train= lists them"
+                f"{argument}={pattern!r} matches no parameter; names look like {names[0]}, and model.trainable of a "
+                "model loaded without train= lists all of them"
             )
-        found |= matched
-    return [name for name in names if name in found]
+        matches |= matched
+    return [name for name in names if name in matches]

@@ -12,7 +12,9 @@ from typing import Any
 
 BEGAN = 1_790_000_000.0
 MESHES = ({"replicate": 1, "fsdp": 8, "tp": 2, "ep": 8}, {"pp": 2, "fsdp": 4, "tp": 2, "ep": 8})
-FAILURE = "rank 3 of 16 was killed (SIGKILL): somebody did, or the machine had no memory left; its log is logs/0/3.log"
+FAILURE = (
+    "rank 3 of 16 was killed (SIGKILL): by a user, or because the machine ran out of memory; its log is logs/0/3.log"
+)
 CONFIG = """model = "Qwen3-30B-A3B"
 out = "runs/{name}"
 seed = {seed}

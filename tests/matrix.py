@@ -31,7 +31,7 @@ import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.log import quiet
 from meshwright.recipe import Recipe
-from meshwright.verify import Data, Finding, Recorder, Reference, Run, StepOf, Trial, collective_checks, oracles
+from meshwright.verify import Data, Finding, Recorder, Reference, ReferenceStep, Run, Trial, collective_checks, oracles
 from tests import tiny, worlds
 
 BATCHES = (1, 3)  # micro-batches of the first step, and of the second
@@ -186,7 +186,7 @@ def refer(course: Course) -> list[Reference]:
         loss = engine.backward(course.trial(num).all_batches())
         grads = mw.gather(engine.model, "grad")
         norm = engine.update()
-        out.append(Reference([StepOf(loss, norm, engine.router.load_LE, grads)]))
+        out.append(Reference([ReferenceStep(loss, norm, engine.router.load_LE, grads)]))
     return out
 
 
@@ -214,7 +214,7 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
         ]
         with recorder:
             engine.update()
-        run.stepping = recorder.seen
+        run.step_collectives = recorder.collectives
         found += [*collective_checks.c1_collectives(run), *collective_checks.k1_bill(run, len(batches[0]), num)]
         yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what, f.guess) for f in found)
 

@@ -298,7 +298,7 @@ def _stopped_well(run: Started, processes: list[int], rank: int, code: int, took
         return f"it took {took:.1f} s"
     if f"rank {rank}: stopped" not in run.output:
         return f"rank {rank} was not named: {run.output[-800:]}"
-    return "it blames memory" if "no memory" in run.output else ""
+    return "it blames memory" if "out of memory" in run.output else ""
 
 
 _ENDS: tuple[tuple[str, signal.Signals, bool], ...] = (

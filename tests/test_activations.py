@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from bench.memory import Asked, counted, said
+from bench.memory import Case, counted, planned
 from bench.scale import QWEN3_5_397B
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
@@ -52,10 +52,10 @@ def case_id(case: Any) -> str:
 @pytest.mark.parametrize("case", parts.every(5, CASES), ids=case_id)
 def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
     name, mesh, kind = case
-    asked = Asked(tiny.of(name), mesh, F32, mw.MemoryOptions(recompute=kind), TOKENS)
-    due = sum(said(asked).values())
+    case = Case(tiny.of(name), mesh, F32, mw.MemoryOptions(recompute=kind), TOKENS)
+    due = sum(planned(case).values())
     allowed = max(ALLOWED, *(ALLOWED_OF.get(each, 0.0) for each in (kind, *mesh)))
-    assert due / counted(asked) == pytest.approx(1, abs=allowed)
+    assert due / counted(case) == pytest.approx(1, abs=allowed)
 
 
 SENT = [
@@ -67,9 +67,9 @@ SENT = [
 
 @pytest.mark.parametrize(("name", "mesh", "memory"), SENT, ids=str)
 def test_what_torch_counts_where_less_is_sent(name: str, mesh: dict[str, int], memory: mw.MemoryOptions) -> None:
-    asked = Asked(tiny.of(name), mesh, F32, memory, TOKENS)
+    case = Case(tiny.of(name), mesh, F32, memory, TOKENS)
     allowed = ALLOWED_OF["ep"] if "ep" in mesh else ALLOWED
-    assert sum(said(asked).values()) / counted(asked) == pytest.approx(1, abs=allowed)
+    assert sum(planned(case).values()) / counted(case) == pytest.approx(1, abs=allowed)
 
 
 LARGE = dict(vocab_size=4096, intermediate_size=512)
@@ -86,16 +86,16 @@ def test_gradients_come_while_activations_go(
     name: str, mesh: dict[str, int], kind: Any, tokens: int, num_batches: int
 ) -> None:
     """Of models with many parameters for their tokens, whose gradients take as much."""
-    asked = Asked(tiny.of(name, **LARGE), mesh, F32, mw.MemoryOptions(recompute=kind), tokens, num_batches)
-    due, found = said(asked), counted(asked)
+    case = Case(tiny.of(name, **LARGE), mesh, F32, mw.MemoryOptions(recompute=kind), tokens, num_batches)
+    due, found = planned(case), counted(case)
     assert sum(due.values()) / found == pytest.approx(1, abs=0.03)
 
 
 def test_kinds_of_layers_that_stand_apart() -> None:
     """Those behind have their gradients while those in front still keep what they want for backward."""
     config = tiny.of("qwen3_moe", num_hidden_layers=24, mlp_only_layers=[*range(12)], num_experts=64)
-    asked = Asked(config, {}, F32, mw.MemoryOptions(), 256, 1)
-    assert sum(said(asked).values()) / counted(asked) == pytest.approx(1, abs=0.05)
+    case = Case(config, {}, F32, mw.MemoryOptions(), 256, 1)
+    assert sum(planned(case).values()) / counted(case) == pytest.approx(1, abs=0.05)
 
 
 def test_where_gradients_of_weights_come_late_all_are_counted() -> None:

@@ -50,7 +50,7 @@ class Planted:
 FSDP, TP, EP = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)
 SHARE = r".*\bshare\b.*\bsum over {}\b(?! and)"
 FLOAT32 = r".*\bfloat32 parameters"
-BACK = r".*\bway back through "
+BACK = r".*\bbackward pass through "
 
 PLANTS = {
     "no sum over tp": Planted(
@@ -226,7 +226,7 @@ PLANTS = {
         plants.aux_with_filler,
         "qwen3_moe",
         FSDP,
-        r"S1 loss: .*\baux loss\b.*\bfiller\b",
+        r"S1 loss: .*\baux loss\b.*\bpadding\b",
         changes=AUX,
     ),
     "aux loss of each rank's own tokens": Planted(
@@ -460,7 +460,7 @@ def _places(tried: Trial) -> tuple[set[str], set[str]]:
     with Recorder() as recorder:
         engine.step(batches)
     bill = step_bill(engine.model, len(batches[0]), len(batches))
-    return {place_in_bill(seen.at) for seen in recorder.seen if seen.at}, {place_in_bill(c.what) for c in bill}
+    return {place_in_bill(seen.at) for seen in recorder.collectives if seen.at}, {place_in_bill(c.what) for c in bill}
 
 
 def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:
@@ -486,4 +486,4 @@ def test_a_mistake_that_gives_the_right_loss_is_no_cause() -> None:
     """With one data rank its own targets are all targets."""
     said = cause_of_loss(2.0 + 0.3, 2.0 + 0.1, 0.1, [[(4.0, 2.0), (4.0, 2.0)]], 4.0, Axes(tp=2))
     assert "own targets" not in said
-    assert "filler" in said
+    assert "padding" in said

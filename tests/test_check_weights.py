@@ -202,7 +202,7 @@ def test_no_weights_are_sent(source: Callable[[str], Path]) -> None:
         model = mw.load(source("qwen3_moe"), mw.Mesh(fsdp=2))
         with Recorder() as recorder:
             mw.check_weights(model)
-        return sum(seen.num_bytes for seen in recorder.seen)
+        return sum(seen.num_bytes for seen in recorder.collectives)
 
     assert max(worlds.run(2, num_sent)) < 4096
 

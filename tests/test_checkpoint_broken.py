@@ -258,9 +258,9 @@ def test_a_full_disk_on_one_rank(saved: tuple[Path, Path], tmp_path: Path, name:
 
 REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
     "no engine": (lambda engine, at: mw.save(engine.model, at), words("takes an engine", "Model")),
-    "no path": (lambda engine, at: mw.save(engine, 7), words("7 is no path")),
-    "a state that is no JSON": (lambda engine, at: mw.save(engine, at, state={"a": torch.ones(1)}), "no JSON"),
-    "a state that is NaN": (lambda engine, at: mw.save(engine, at, state=float("nan")), "no JSON"),
+    "no path": (lambda engine, at: mw.save(engine, 7), words("7 is not a path")),
+    "a state that is not JSON": (lambda engine, at: mw.save(engine, at, state={"a": torch.ones(1)}), "not JSON"),
+    "a state that is NaN": (lambda engine, at: mw.save(engine, at, state=float("nan")), "not JSON"),
     "keep=0": (lambda engine, at: mw.save(engine, at, keep=0), words("keep=0", "above 0")),
     "keep_every alone": (lambda engine, at: mw.save(engine, at, keep_every=5), words("keep_every=5", "keep=")),
     "a file in the way": (lambda engine, at: at.write_text("") or mw.save(engine, at), words("is a file")),

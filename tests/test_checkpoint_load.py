@@ -165,9 +165,9 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     """It gives an older checkpoint where the newest is damaged. Where all are, no run begins anew."""
     folder = step.parent.rename(tmp_path / "checkpoints")
     config = mw.train.config_of(model="m", out=str(tmp_path), data=[{"path": "x"}])
-    assert resume_point._found(config, tmp_path) == (folder, "")
+    assert resume_point._resume_source(config, tmp_path) == (folder, "")
     for each in folder.iterdir():
         (each / weights.MANIFEST).unlink()
-    assert resume_point._found(config, tmp_path) == (folder, "")
+    assert resume_point._resume_source(config, tmp_path) == (folder, "")
     with pytest.raises(mw.CheckpointError, match="no complete checkpoint"):
         open_newest(folder, [])

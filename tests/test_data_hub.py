@@ -118,10 +118,10 @@ def test_splits(tmp_path: Path, model: Path) -> None:
     with pytest.raises(mw.DataError, match="is one split, 'test'; leave it out"):
         documents(tmp_path, model, at / "test", hf_split="train")
     (at / "test" / "data-00000-of-00001.arrow").write_bytes(b"x" * 64)
-    with pytest.raises(mw.DataError, match="no whole Arrow stream"):
+    with pytest.raises(mw.DataError, match="not a complete Arrow stream"):
         documents(tmp_path, model, at / "test")
     (at / "test" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(mw.DataError, match="is not there; save or copy it anew"):
+    with pytest.raises(mw.DataError, match="does not exist; save or copy it anew"):
         documents(tmp_path, model, at / "test")
 
 
@@ -183,7 +183,7 @@ def test_what_is_no_data_set(tmp_path: Path, model: Path) -> None:
         documents(tmp_path, model, "chats/typo.jsonl")
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps(ROWS[0]) + "\n")
-    with pytest.raises(mw.DataError, match="is no data set, and hf_subset, hf_split"):
+    with pytest.raises(mw.DataError, match="is not a data set, but hf_subset, hf_split"):
         documents(tmp_path, model, lines, hf_split="train")
     with pytest.raises(mw.ConfigError, match="a stream has no exact plan"):
         documents(tmp_path, model, "org/set", streaming=True)
@@ -212,10 +212,10 @@ def test_a_set_names_no_files_outside(tmp_path: Path, name: str | None) -> None:
     at = saved(tmp_path / "set", ROWS)
     arrow(tmp_path / "out.arrow", ROWS)
     (at / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_split": "train"}))
-    with pytest.raises(mw.DataError, match=r"state.json names .*, which is no file of its directory"):
+    with pytest.raises(mw.DataError, match=r"state.json names .*, which is not a file of its directory"):
         hf_datasets.saved_files(at, hf_datasets.Part())
     (at / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
-    with pytest.raises(mw.DataError, match=r"dataset_dict.json names .*, which is no file of its directory"):
+    with pytest.raises(mw.DataError, match=r"dataset_dict.json names .*, which is not a file of its directory"):
         hf_datasets.saved_files(at, hf_datasets.Part())
 
 

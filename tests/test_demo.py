@@ -36,7 +36,7 @@ def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
     first, last = (float(re.findall(rf"step +{step}/12  loss ([\d.]+)", output)[-1]) for step in (1, 12))
     assert last < first - 1, output
     assert "rank 1 of 2 was killed (SIGKILL)" in output
-    assert re.search(r"going on from \S*runs/demo/checkpoints/step-0000", output)
+    assert re.search(r"resuming from \S*runs/demo/checkpoints/step-0000", output)
     assert "mesh.tp: 1 before, 2 now" in output
     assert "all is well" in output
     assert "S1   FAILS" in output

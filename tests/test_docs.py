@@ -7,6 +7,7 @@ import doctest
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,18 +79,26 @@ def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
         exec(compile("\n" * num_lines + code, name, "exec"), namespace)  # an error names the line of the page
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
-def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
-    """In the order of the page, in a directory that holds what a reader has: this README, and the model it names."""
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds what a reader has: this README, and the models that pages name."""
+    at = tmp_path_factory.mktemp("models")
     for directory, name in SOURCES.items():
-        tiny.directory(tmp_path / directory, name, dtype=torch.bfloat16)
-    tiny.directory(tmp_path / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
-    quantised.directory(tmp_path / "Qwen3-8B", tmp_path / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
-    wide = tiny.directory(tmp_path / "wide", "qwen3", **quantised.SIZES)
-    quantised.in_groups(wide, tmp_path / "Qwen3-8B-NVFP4", "NVFP4")
-    seeing.directory(tmp_path / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
-    tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)
-    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+        tiny.directory(at / directory, name, dtype=torch.bfloat16)
+    tiny.directory(at / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
+    quantised.directory(at / "Qwen3-8B", at / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
+    wide = tiny.directory(at / "wide", "qwen3", **quantised.SIZES)
+    quantised.in_groups(wide, at / "Qwen3-8B-NVFP4", "NVFP4")
+    seeing.directory(at / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
+    tiny.classifier(at / "my-classifier", "qwen3", "Sequence", num_labels=3)
+    (at / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    return at
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
+def test_examples_of_the_docs_run(page: Path, models: Path, tmp_path: Path) -> None:
+    """Blocks run in the order of the page."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     for ranks, blocks in groupby(blocks_of(page), ranks_of):
         worlds.run(ranks, _execute, name_of(page), list(blocks), tmp_path)
 

@@ -28,7 +28,7 @@ from meshwright.ops.fp8_matmul import rounded_matrix
 from meshwright.recipe import Recipe
 from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
-from meshwright.verify.fp8_matmuls import q1_products
+from meshwright.verify.fp8_matmuls import q1_matmuls
 from meshwright.verify.results import Notes
 from tests import fp8_plants, parts, tiny, trials, worlds
 from tests.words import words
@@ -148,10 +148,10 @@ def gradient_rounded(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = {
-    "router": (router_rounded, "layers.0.mlp.router", "not asked for"),
+    "router": (router_rounded, "layers.0.mlp.router", "does not select it"),
     "multiplied": (multiplied, "layers.0.mixer.q.weight", "scales multiply where they divide"),
     "sideways": (fp8_plants.sideways, "layers.0.mixer.q.weight", "dy is rounded along the wrong side"),
-    "shard": (fp8_plants.scale_of_shard, "layers.0.mixer.q.weight", "half a block has a scale of its own"),
+    "shard": (fp8_plants.scale_of_shard, "layers.0.mixer.q.weight", "half a block has a separate scale"),
     "x as it is": (not_rounded, "layers.0.mixer.q.weight", "x is not rounded"),
     "dW": (gradient_rounded, "layers.0.mixer.q.weight", "its operands are rounded, and should not be"),
 }
@@ -164,7 +164,7 @@ def products_with(bug: str, dtype: torch.dtype, source: Path) -> list[str]:
         if bug:
             PLANTED[bug][0](patch)
         engine = tried.engine(mw.Mesh(device="cpu"))
-        return [str(each) for each in q1_products(engine, tried.data(0, 0)[:1], Notes())]
+        return [str(each) for each in q1_matmuls(engine, tried.data(0, 0)[:1], Notes())]
 
 
 def test_planted_bugs_are_named(tmp_path: Path) -> None:

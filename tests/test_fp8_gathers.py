@@ -28,7 +28,7 @@ from meshwright.plan.figures import Figures, work_of
 from meshwright.recipe import Recipe
 from meshwright.sharding import GATHERED, SCALES
 from meshwright.verify import Recorder
-from meshwright.verify.fp8_matmuls import q1_products
+from meshwright.verify.fp8_matmuls import q1_matmuls
 from meshwright.verify.results import Notes
 from tests import fp8_plants, parts, tiny, trials, worlds
 from tests.words import words
@@ -141,7 +141,7 @@ def both(case: Case, source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
     for around in (trials.nullcontext(), after_the_gather()):
         with around, Recorder() as recorder:
             said = told_by(load(case, source))
-        seen.append((said, sum(each.num_bytes for each in recorder.seen if each.op == "all_gather")))
+        seen.append((said, sum(each.num_bytes for each in recorder.collectives if each.op == "all_gather")))
     (low, low_bytes), (wide, wide_bytes) = seen
     return low, wide, [low_bytes, wide_bytes]
 
@@ -298,7 +298,7 @@ def with_scales_of_shards(source: Path) -> list[str]:
         fp8_plants.scale_of_shard(patch)
         tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
         engine = tried.engine(mw.Mesh(fsdp=2, device="cpu"))
-        return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
+        return [str(each) for each in q1_matmuls(engine, tried.batches(engine.model, 0), Notes())]
 
 
 def test_a_scale_of_a_shard_is_named(source: Callable[..., Path]) -> None:

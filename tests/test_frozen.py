@@ -249,7 +249,7 @@ def apart_from_the_bill(
     batches = [seeing.packed(length=200), mw.pack([[*range(100)]], length=200)] if sees else batches
     with Recorder() as recorder:
         engine.step(batches)
-    billed, sent = Counter[Any](), Counter((seen.op, seen.ranks) for seen in recorder.seen)
+    billed, sent = Counter[Any](), Counter((seen.op, seen.ranks) for seen in recorder.collectives)
     frames = [batch.frames if batch.images else None for batch in batches] if sees else ()
     for charge in step_bill(model, len(batches[0]), len(batches), "previous", tuple(frames)):
         billed[charge.op, model.mesh.axes.group(model.mesh.rank, charge.axes)] += charge.count

@@ -84,7 +84,7 @@ def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     with Recorder() as recorder:
         all_gather_into(whole, whole[:NUM].clone(), group)
         reduce_scatter_into(torch.empty(NUM), whole, group)
-    result = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
+    result = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.collectives]
     assert result == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
 
@@ -174,7 +174,7 @@ def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
     local_collectives._swap = counted
     with Recorder() as recorder:
         mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank))
-    return swaps[0], [seen.op for seen in recorder.seen if seen.op != "all_reduce" and not seen.at]
+    return swaps[0], [seen.op for seen in recorder.collectives if seen.op != "all_reduce" and not seen.at]
 
 
 def test_fsdp_sends_so(tmp_path: Path) -> None:

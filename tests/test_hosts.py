@@ -86,4 +86,4 @@ def test_a_host_that_is_cut_off(tmp_path: Path, hosts: Hosts) -> None:
     assert "Lost or out of reach: rank 0, on other machines" in second.output or not hosts.both[1].namespace
     why = (tmp_path / "out" / "failure.txt").read_text()
     assert why.startswith("rank 0 failed: rank 1: no sign of life"), why
-    assert str(tmp_path / "out" / "failure.txt") in first.output
+    assert f"is in {tmp_path / 'out' / 'failure.txt'}" in first.output

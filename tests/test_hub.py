@@ -30,7 +30,7 @@ def fetched(at: Path, log: Path, mesh: dict[str, int]) -> tuple[int, int]:
     with Recorder() as recorder:
         model = mw.load("org/tiny", mw.Mesh(**mesh))
     mw.init("org/tiny", mw.Mesh(**mesh))
-    return len(recorder.seen), model.bytes_read
+    return len(recorder.collectives), model.bytes_read
 
 
 def test_first_process_of_a_node_fetches_first(tmp_path: Path) -> None:

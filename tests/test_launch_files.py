@@ -108,7 +108,7 @@ def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     requested.ask(signal.SIGUSR1)
     assert (requested.signal, left) == (signal.SIGUSR1, [])
     requested.ask(signal.SIGTERM)
-    monkeypatch.setattr(stop, "_MOMENT_S", 0.0)
+    monkeypatch.setattr(stop, "_SAME_SIGNAL_S", 0.0)
     requested.ask(signal.SIGUSR1)
     assert left == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
 

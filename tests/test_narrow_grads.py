@@ -45,7 +45,7 @@ def in_bfloat16(directory: Path, mesh: dict[str, int], narrow: bool) -> tuple[di
     with Recorder() as recorder:
         engine.backward(tiny.batches(model.mesh.data_rank))
     sent = Counter[str]()
-    for seen in recorder.seen:
+    for seen in recorder.collectives:
         sent[seen.op] += seen.num_bytes * (len(seen.ranks) > 1)
     return mw.gather(model, "grad"), sent
 

@@ -59,8 +59,8 @@ OTHERS = {
     },
     "what is shown or said, and how much of it": {
         "data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST", "verify.weight_checks._MOST",
-        "verify.report._MOST_FINDINGS", "train.display._KEPT", "train.display._PACE", "train.display._CELL",
-        "train.metrics.WIDTH", "train.failure._LINES", "train.loop._MATRIX_EVERY", "train.metrics.HISTORY",
+        "verify.report._MOST_FINDINGS", "train.display._MOST_LOSSES", "train.display._PACE", "train.display._CELL",
+        "train.metrics.WIDTH", "train.failure._LINES", "train.loop._EXPERT_LOAD_EVERY", "train.metrics.HISTORY",
         "expert_collapse._FEWEST",
     },
     "what verify and its models are made of": {

@@ -22,7 +22,7 @@ from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import ConfigError
 from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
 from meshwright.plan.mesh_checks import RANKS_A_CORE, smaller
-from meshwright.plan.tables import alike, parameter_lines
+from meshwright.plan.tables import identical_params, parameter_lines
 from meshwright.plan.wording import counted, large, nominal, size
 from meshwright.sharding import Param, piece
 from tests import parts, tiny
@@ -122,7 +122,7 @@ def test_least_and_most_are_those_of_all_ranks(name: str) -> None:
             assert figures.memories[-1].num_bytes == min(every), mesh
             assert len(figures.memories) == (1 if min(every) == max(every) else 2)
             assert figures.memories[-1].num_bytes == every[figures.memories[-1].rank]
-            for line, (param, *_) in zip(parameter_lines(figures), alike(figures.blueprint), strict=True):
+            for line, (param, *_) in zip(parameter_lines(figures), identical_params(figures.blueprint), strict=True):
                 ranks = _ranks_with(param, figures)
                 held = [4 * piece(param, spec.rules, axes, axes.coords(rank)).numel for rank in ranks]
                 assert (line.least_bytes, line.most_bytes) == (min(held), max(held)), (mesh, line.name)
@@ -219,8 +219,8 @@ REFUSED = [
     (["tiny-qwen3", "--device", "large"], ["--device 'large'"]),
     (["tiny-qwen3", "--device", "80"], ["--device '80' without a unit; did you mean 80GB"]),
     (["tiny-qwen3", "--mesh", "dp=2"], ["'dp=2' is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep$"]),
-    (["no/c44.json"], ["no/c44.json is not there"]),
-    (["no/config.json"], ["no/config.json is not there"]),
+    (["no/c44.json"], ["no/c44.json does not exist"]),
+    (["no/config.json"], ["no/config.json does not exist"]),
     (["no/such/place"], [r"no/such/place\b.*\btiny-qwen2"]),
 ]  # fmt: skip
 
@@ -284,7 +284,7 @@ def test_what_a_file_of_json_may_not_be(tmp_path: Path, capsys: Capture) -> None
     at.write_text(json.dumps({"version": "1.0", "model": {}}))
     code, _, err = planned(capsys, str(at))
     assert code == 2
-    assert re.search(words(r"tokenizer\.json is no config of a model", "model_type=None"), err), err
+    assert re.search(words(r"tokenizer\.json is not the config of a model", "model_type=None"), err), err
     at.write_text(json.dumps(tiny.of("qwen3")))
     assert main(["verify", str(at), "--weights"]) == 2
     assert re.search(words(r"tokenizer\.json is a config without weights", "a directory"), capsys.readouterr().err)

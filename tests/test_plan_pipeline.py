@@ -126,8 +126,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("even", "--mesh pp=2 --schedule v --stages 3", r"6 stages on pp=2\b.*\bchoose 2 stages a rank"),
     ("even", "--mesh pp=2 --schedule v --no-hold", r"schedule='v' with hold=False\b.*\bleave hold out"),
     ("tied", "--mesh pp=2 --schedule v", r"tied embedding twice; choose 1f1b or zero-bubble$"),
-    ("even", "--mesh fsdp=2 --schedule v", r"--schedule is of a pipeline\b.*\bpp=2 or more$"),
-    ("even", "--no-hold", r"--hold is of a pipeline"),
+    ("even", "--mesh fsdp=2 --schedule v", r"--schedule is a pipeline option\b.*\bpp=2 or more$"),
+    ("even", "--no-hold", r"--hold is a pipeline option"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_a_page() -> None:
     result = Read(text)
     places = result.table("place")
     assert [row["place"] for row in places] == ["pp 0", "pp 1"]
-    assert re.fullmatch(r"stage 0: layers? [\d-]+\nstage 3: layers? [\d-]+", places[0]["has"]), places
+    assert re.fullmatch(r"stage 0: layers? [\d-]+\nstage 3: layers? [\d-]+", places[0]["stages"]), places
     assert len(re.findall(r'<i class="[FIW]( later)?" style="left:', text)) == 2 * 2 * 3 * 8
     assert "backward: gradients of the weights" in result.text
     drawn = [title for title in result.titles if title.startswith("rank ")]

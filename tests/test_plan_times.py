@@ -14,7 +14,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
-from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, in_a_node, time_on_links
+from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, ranks_in_node, time_on_links
 from meshwright.plan.wording import duration
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from tests import tiny
@@ -58,7 +58,7 @@ def figures_of(config: dict[str, Any], num: int = 1, memory: MemoryOptions = Mem
 )
 def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str, ...], place: int) -> None:
     axes = Axes(**mesh)
-    assert in_a_node(axes, over, 8) == place
+    assert ranks_in_node(axes, over, 8) == place
     for group in axes.groups(over):
         assert min(sum(r // 8 == rank // 8 for r in group) for rank in group) >= place, group
 
@@ -139,7 +139,7 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
 def test_experts_between_nodes() -> None:
     """Of 64 ranks 56 are in other nodes: 4 times a layer, 8 experts a token, the tokens of a rank."""
     result = estimate(figures_of(QWEN3_235B_A22B, num=1, fsdp=128, tp=8, ep=64))
-    [experts] = [wait for wait in result.waits if wait.what == "exchanges of experts"]
+    [experts] = [wait for wait in result.waits if wait.what == "all-to-all of experts"]
     rows = 8192 / 8 * 8 * 4096 * 2
     assert experts.link == BETWEEN
     assert experts.seconds == pytest.approx(94 * 4 * rows * 56 / 64 / 30e9, rel=1e-3)
@@ -150,7 +150,7 @@ def test_devices_have_links() -> None:
     assert (cluster_of("A100-80GB", 4, {}).inside, cluster_of("b200", 8, {}).flops) == (300, 2250)
     assert cluster_of("80GB", 8, {}).source == cluster_of(None, 8, {}).source == "assumed"
     args = cluster_of("H100", 8, {"between": 12.5, "inside": None, "flops": None})
-    assert (args.between, args.inside, args.source) == (12.5, 450, "those of H100, and as given")
+    assert (args.between, args.inside, args.source) == (12.5, 450, "as specified for H100, except for options")
 
 
 def test_without_a_cluster_nothing_is_timed() -> None:
@@ -167,10 +167,11 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
     message = " ".join(out.split())
     wanted = [
-        "all_to_all .* between nodes", "waits: exchanges of experts, between nodes",
-        "tokens a second of each rank, MFU",
-        r"450 GB/s of a rank each way inside a node and 25 between nodes, 989 TFLOP/s \(those of H100, and as given\)",
-        "A document fills a micro-batch", "links reach 75% and products 45%",
+        "all_to_all .* between nodes", "waits: all-to-all of experts, between nodes",
+        "tokens per second per rank, MFU",
+        r"450 GB/s per rank and direction inside a node and 25 between nodes, 989 TFLOP/s",
+        r"\(as specified for H100, except for options\)",
+        "A document fills a micro-batch", "links reach 75% of this and matmuls 45%",
     ]  # fmt: skip
     assert re.search(words(*wanted), message), message
     assert main([*command, "--json"]) == 0
@@ -191,11 +192,11 @@ def test_a_page() -> None:
     figures = figures_of(tiny.of("qwen3_moe"), fsdp=2, tp=2, ep=2)
     result = Read(plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""}))
     rows = result.table("part")
-    assert rows[0]["part"] == "products"
+    assert rows[0]["part"] == "matmuls"
     assert rows[-1]["part"].startswith("a step")
     assert all(row["estimated"].endswith("inside a node") for row in result.table("what"))
     assert all(row["estimated time"] for row in result.table("over"))
-    tiles = ["stored by a rank", "a step, estimated", "tokens a second of each GPU", "MFU", "tokens in a step"]
+    tiles = ["stored by a rank", "a step, estimated", "tokens per second per GPU", "MFU", "tokens in a step"]
     assert all(each in result.text for each in tiles)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.verify import Run, Seen, Trial, collective_checks
+from meshwright.verify import RecordedCollective, Run, Trial, collective_checks
 from tests import tiny, trials, worlds
 
 
@@ -17,7 +17,8 @@ def recorded_otherwise(trial: Trial, ref: Any) -> list[str]:
     """What C1 says when the ranks wrote down other orders (with a watch nobody gets that far)."""
     engine = trial.engine(mw.Mesh(fsdp=2))
     run = Run(trial, ref, engine)
-    run.stepping = [Seen("all_gather", (0, 1), 8), Seen("all_reduce", (0, 1), 8)][:: 1 if dist.get_rank() else -1]
+    recorded = [RecordedCollective(op, (0, 1), 8) for op in ("all_gather", "all_reduce")]
+    run.step_collectives = recorded[:: 1 if dist.get_rank() else -1]
     return [str(f) for f in collective_checks.c1_collectives(run)]
 
 

@@ -53,7 +53,7 @@ def test_all_that_cannot_be_read_is_told_at_once(
         assert wanted in result, result
     assert "train.length" not in result  # no length is advised for a mesh that cannot be
     wrong_model = message_of(capsys, path, "model=no/where/at/all", command=command)
-    assert "model (--set model=no/where/at/all): model = 'no/where/at/all' is no directory" in wrong_model
+    assert "model (--set model=no/where/at/all): model = 'no/where/at/all' is neither a directory" in wrong_model
     assert "has 3 mistakes" in wrong_model
     assert "train.length" not in wrong_model  # the mesh waits for the model
 
@@ -61,8 +61,8 @@ def test_all_that_cannot_be_read_is_told_at_once(
 @pytest.mark.parametrize(
     ("sets", "wanted"),
     [
-        (["mesh.fsdp=2", "mesh.ep=2"], "mesh.ep (--set mesh.ep=2): ep=2 shares out experts, and this model has none"),
-        (["mesh.ep=3"], "mesh.ep (--set mesh.ep=3): ep=3 shares out experts, and this model has none; leave ep out"),
+        (["mesh.fsdp=2", "mesh.ep=2"], "mesh.ep (--set mesh.ep=2): ep=2 divides experts, but this model has none"),
+        (["mesh.ep=3"], "mesh.ep (--set mesh.ep=3): ep=3 divides experts, but this model has none; leave ep out"),
         (["train.train=no.such.*"], "train='no.such.*' matches no parameter"),
         (["train.fp8=block"], "train.fp8 (--set train.fp8=block): "),
     ],
@@ -92,7 +92,7 @@ def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatc
     opened = SimpleNamespace(directory=Path("step-000009"), trainer={"state": state, "step": 9})
     monkeypatch.setattr(resume_point, "opened_at", lambda _: opened)
     with pytest.raises(
-        mw.ConfigError, match=r"step-000009: .*has fallen since step 8 of 10.*Begin from a checkpoint bef"
+        mw.ConfigError, match=r"step-000009: .*has decayed since step 8 of 10.*Start from a checkpoint bef"
     ):
         resume_point.check_position(config, data)
     state["num_steps"] = 20

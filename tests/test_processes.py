@@ -66,7 +66,7 @@ SENT = "got SIGTERM; the step was finished and the run saved. This command did n
         (["exit 0", "exit 0"], 0, None, "", 0),
         ([f"{report('blames')}; exit 2", STOPPED], 0, 0, KILLED, 0),
         ([f"{report('blames')}; exit 2", HANGS], 0, 0, KILLED, 0),
-        ([f"{AFTER_RANK_1}; {report('blames')}; exit 2", DIES], 0, 1, "was killed (SIGKILL): somebody did", 0),
+        ([f"{AFTER_RANK_1}; {report('blames')}; exit 2", DIES], 0, 1, "was killed (SIGKILL): by a user", 0),
         ([f"{AFTER_RANK_1}; sleep 0.1; exit 143", f"{report('signal')}; touch $READY; exit 143"], 0, 1, SENT, 0),
         ([SAVES.format(138, "USR1"), SAVES.format(138, "USR1")], signal.SIGUSR1, None, "", signal.SIGUSR1),
         ([SAVES.format(143, "TERM"), SAVES.format(143, "TERM")], signal.SIGHUP, None, "", signal.SIGHUP),
@@ -95,9 +95,9 @@ def test_how_ranks_end(
 
     monkeypatch.setattr(processes, "start_process", start)
     waits = any(rank in (HANGS, STOPPED) for rank in ranks)  # others are given time to start on a busy machine
-    monkeypatch.setattr(processes, "_AFTER_WORDS_S", 0.3 if waits else 3.0)
+    monkeypatch.setattr(processes, "_AFTER_RECORD_S", 0.3 if waits else 3.0)
     began = time.monotonic()
-    result = processes.ended(2, ["train"], tmp_path / "logs", 1, signals)
+    result = processes.run_ranks(2, ["train"], tmp_path / "logs", 1, signals)
     assert time.monotonic() - began < 5
     assert result.signal == number
     assert (result.failure and result.failure.rank) == first
@@ -109,7 +109,7 @@ def test_signals_are_noted_and_those_of_nohup_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop.noted() as requested:
+        with stop.record_signals() as requested:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.raise_signal(number)
         assert requested == [signal.SIGTERM, signal.SIGUSR1]

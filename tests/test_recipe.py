@@ -16,7 +16,7 @@ from meshwright.cli.options import add_fields, add_recipe, check_axes, flag_of, 
 from meshwright.errors import ConfigError
 from meshwright.recipe import SCHEDULES, ContextParallel, MemoryOptions, Pipeline, Recipe, RecipeFields, option
 from meshwright.sharding import ORDERS
-from meshwright.train.config import Config, TrainSection, made_of
+from meshwright.train.config import Config, TrainSection, section_from
 from meshwright.train.config_docs import options_table
 
 PACKAGE = Path(mw.__file__).parent
@@ -35,7 +35,7 @@ def test_one_declaration_makes_the_rest() -> None:
     assert vars(parser.parse_args(["--double-buffer"]))["double_buffer"] is True
     assert vars(parser.parse_args([]))["double_buffer"] is None
     assert "keep two buffers\n" in parser.format_help()
-    section = made_of(More)(double_buffer=True)
+    section = section_from(More)(double_buffer=True)
     assert More(**section.model_dump()) == More(double_buffer=True)
     assert (
         section.model_json_schema()["properties"]["double_buffer"]["description"]

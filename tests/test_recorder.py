@@ -17,7 +17,7 @@ ALL = (0, 1)
 
 
 def _ops(recorder: Recorder) -> list[tuple[str, tuple[int, ...], int]]:
-    return [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
+    return [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.collectives]
 
 
 @worlds.world(2)

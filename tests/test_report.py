@@ -130,7 +130,7 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no step yet" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num", [7, 2000, 2001, 31_337])

@@ -406,6 +406,6 @@ def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     text = dry_run.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text
     assert text.splitlines()[1].split()[1:6] == ["4", "2", "7", "5", "4"]
-    assert "leaves much room" in text
+    assert "leaves much padding" in text
     full = SimpleNamespace(**{**vars(data), "plan": Plan([source], length=7, epochs=1)})
-    assert "leaves much room" not in dry_run.dry_run(config, full, {})  # type: ignore[arg-type]
+    assert "leaves much padding" not in dry_run.dry_run(config, full, {})  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import torch
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.data import tokenizer_of
-from meshwright.engine.inference import _choose, _dice
+from meshwright.engine.inference import _choose, _generator
 from meshwright.train import config_file, launch
 from meshwright.train.run import run
 from tests import tiny, worlds
@@ -79,11 +79,11 @@ def test_it_is_what_transformers_writes_on_every_mesh(tmp_path: Path) -> None:
 def test_what_is_drawn() -> None:
     """By its probability, out of the smallest set that has top_p together."""
     logits = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(4000, -1)
-    result = Counter(_choose(logits, 0.65, [_dice(3, number) for number in range(4000)]).tolist())
+    result = Counter(_choose(logits, 0.65, [_generator(3, number) for number in range(4000)]).tolist())
     assert set(result) == {1, 3}
     assert result[1] / 4000 == pytest.approx(0.4 / 0.7, abs=0.03)
-    assert set(_choose(logits[:200], 1.0, [_dice(3, n) for n in range(200)]).tolist()) == {0, 1, 2, 3, 4}
-    assert set(_choose(logits[:200], 0.4, [_dice(3, n) for n in range(200)]).tolist()) == {1}
+    assert set(_choose(logits[:200], 1.0, [_generator(3, n) for n in range(200)]).tolist()) == {0, 1, 2, 3, 4}
+    assert set(_choose(logits[:200], 0.4, [_generator(3, n) for n in range(200)]).tolist()) == {1}
 
 
 def with_and_without(path: Path) -> None:
@@ -153,7 +153,7 @@ def printed(arguments: list[str]) -> str:
         (["data.0.kind=text", "sample.tokens=126"], "prompt 1 has 7 tokens"),
         (["data.0.template_args.enable_thinking=1", "data.0.template={at}/wrong"], "the template refuses the first 1"),
         (['sample.prompts=["a",""]'], "prompt 1 is empty"),
-        (["data.0.kind=tokens", "model={at}/bare"], r"holds no tokenizer; put its files there, or leave prompts of"),
+        (["data.0.kind=tokens", "model={at}/bare"], r"holds no tokenizer; put its files into it, or leave prompts of"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_from_is_refused_before_the_run(tmp_path: Path, sets: list[str], wanted: str) -> None:
@@ -183,7 +183,7 @@ def test_what_is_refused_from_python(tmp_path: Path) -> None:
         "tokens=0 must be": {"tokens": 0},
         "top_p=1.5 must be": {"top_p": 1.5},
         "a list of lists": {"prompts": []},
-        "prompt 0 is no list of token ids": {"prompts": ["Hello"]},
+        "prompt 0 is not a list of token ids": {"prompts": ["Hello"]},
         "prompt 1 is empty": {"prompts": [[5], []]},
         "outside the vocabulary of 131": {"prompts": [[131]]},
         "prompt 0 has 15 tokens, and with the 2 after it more than the 16": {"prompts": [[5] * 15]},
@@ -191,4 +191,4 @@ def test_what_is_refused_from_python(tmp_path: Path) -> None:
     [text] = worlds.run(1, functools.partial(messages_of, at, cases=list(cases.values())))
     assert all(wanted in message for wanted, message in zip(cases, text, strict=True)), text
     [[message]] = worlds.run(1, functools.partial(messages_of, at, head="value", cases=[{}]))
-    assert "scores no words" in message
+    assert "does not score the vocabulary" in message

@@ -132,7 +132,7 @@ def test_loads_counted_twice_are_found(source: Callable[..., Path], monkeypatch:
         return out
 
     def counts_late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._here_LE += 0 if not self.balance.counts else torch.stack(list(self.balance.counts.values())).double()
+        self._local_LE += 0 if not self.balance.counts else torch.stack(list(self.balance.counts.values())).double()
         return real_end(self, *args, **kwargs)
 
     real_end = mw.engine.router.Router.set_slope
@@ -382,7 +382,7 @@ def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Coun
     engine = mw.Engine(model, lr=1e-3)
     with Recorder() as recorder:
         engine.backward(tiny.batches(0))
-    return mw.gather(model, "grad"), Counter((seen.op, seen.num_bytes) for seen in recorder.seen)
+    return mw.gather(model, "grad"), Counter((seen.op, seen.num_bytes) for seen in recorder.collectives)
 
 
 @pytest.mark.slow

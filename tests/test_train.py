@@ -49,7 +49,7 @@ def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Se
 
 def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
     """A run that is asked to stop after some steps; where the documents that it trained on came from."""
-    message, real = [], loop.Loop._tell_step
+    message, real = [], loop.Loop._log_step
 
     def tell(self: loop.Loop, *args: Any, **kwargs: Any) -> None:
         first = self.position.stream - self.feed.streams_per_step
@@ -59,11 +59,11 @@ def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str
             time.sleep(0.05)
         real(self, *args, **kwargs)
 
-    loop.Loop._tell_step = tell  # type: ignore[method-assign]
+    loop.Loop._log_step = tell  # type: ignore[method-assign]
     try:
         run(config_file.read(path, sets))
     finally:
-        loop.Loop._tell_step = real  # type: ignore[method-assign]
+        loop.Loop._log_step = real  # type: ignore[method-assign]
     return message
 
 
@@ -95,12 +95,10 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     chats(tmp_path / "chats.jsonl", 151)
     with pytest.raises(mw.errors.RankError, match="was trained on other data"):
         on_mesh(path, {}, "train.steps=4")
-    with pytest.raises(mw.errors.RankError, match="is there, and resume"):
+    with pytest.raises(mw.errors.RankError, match="exists, and resume"):
         on_mesh(path, {}, "resume=never")
     chats(tmp_path / "chats.jsonl")
-    with pytest.raises(
-        mw.errors.RankError, match=r"train\.length: 128 before, 64 now; a run goes on with what it began"
-    ):
+    with pytest.raises(mw.errors.RankError, match=r"train\.length: 128 before, 64 now; a run must keep this value"):
         on_mesh(path, {}, "train.length=64")
     newest = f"resume={tmp_path / 'out' / 'checkpoints' / 'step-000002'}"
     on_mesh(path, {}, newest, "train.steps=3", f"out={tmp_path / 'branch'}", "optim.lr=0.002")
@@ -179,7 +177,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
     assert config_file.read(tmp_path / "out" / "config.toml") == config_file.read(path)
-    with pytest.raises(mw.ConfigError, match="--nproc 3, and the mesh of the run has 2"):
+    with pytest.raises(mw.ConfigError, match="--nproc 3, but the mesh of the run has 2"):
         launch.refuse_other_world(config_file.read(path), 3)
 
 
@@ -206,6 +204,6 @@ def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
         started.until(lambda: "step    3/" in started.output)
         os.kill(started.pid, signal.SIGTERM)
         assert started.end(100) == 128 + signal.SIGTERM, started.output
-    assert started.last_line == f"meshwright: ended by signal 15; the same command goes on from {tmp_path / 'out'}"
+    assert started.last_line == f"meshwright: ended by signal 15; the same command resumes from {tmp_path / 'out'}"
     [saved] = (tmp_path / "out" / "checkpoints").iterdir()
     assert int(saved.name[5:]) == len(lines(tmp_path)) < 100

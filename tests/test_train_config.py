@@ -22,7 +22,7 @@ from meshwright.train.config_checks import num_tokens
 from meshwright.train.config_docs import changed_fields, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
-from meshwright.train.lr_schedule import jump_of, refusal, schedule
+from meshwright.train.lr_schedule import rate_jump, refusal, schedule
 from tests import write_docs
 from tests.schemas import wrong_by_schema
 
@@ -54,20 +54,20 @@ eps = nan
 """
 DESCRIBED = [
     "model: it is missing",
-    "modle (line 1): there is no such field; did you mean model?",
+    "modle (line 1): unknown field; did you mean model?",
     "out (line 2): it should be text in quotes, not 7",
     'mesh.tp (line 5): it should be a whole number, not "2"',
-    "data[0].kid (line 8): there is no such field; did you mean kind?",
+    "data[0].kid (line 8): unknown field; did you mean kind?",
     "data[1].weight (line 11): it should be a number above 0, not -1",
-    "train.lr (line 18): there is no such field; did you mean lr of [optim]?",
+    "train.lr (line 18): unknown field; did you mean lr of [optim]?",
     'optim.schedule (line 20): it should be "constant", "linear", "cosine" or "wsd", not "cosin"; '
     'did you mean "cosine"?',
     "optim.eps (line 22): it should be a finite number, not nan",
     # contradictions among what is left
     "train.epochs (line 17): steps and epochs say when the run ends; give one (--set train.steps= leaves it out)",
-    "train.tokens_per_step (line 15): 100000 is no multiple of length x data ranks, 8192 x 2; take tokens_per_step = "
-    "98304 or 114688",
-    "data[0].share (line 6): other sources have a share of the tokens; give all one or none",
+    "train.tokens_per_step (line 15): 100000 is not a multiple of length x data ranks, 8192 x 2; take "
+    "tokens_per_step = 98304 or 114688",
+    "data[0].share (line 6): other sources have a share of the tokens; set it for all sources or for none",
     "optim.warmup (line 21): 20 steps of warm-up, and the run has 10; take fewer, or a share such as 0.03",
 ]
 
@@ -93,52 +93,52 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("x = ", "is no TOML"),
+        ("x = ", "is not valid TOML"),
         ("", "data: it is missing"),
         ('model = "a"\nout = "b"\ndata = []\n', "data (line 3): it should be a list of 1, not []"),
         ('model = "a"\nout = "b"\n[[data]]\nkind = "text"\n', "data[0].path (line 3): it is missing"),
         (PLAIN.replace('"a"', "2024-01-01"), "model (line 1): it should be text in quotes, not 2024-01-01"),
         (PLAIN.replace('"x"', "7"), "data[0].path (line 4): it should be text in quotes, or a list, not 7"),
         (PLAIN.replace('"x"', '""'), "it is empty; name a file"),
-        (PLAIN + "template_args = {day = 2024-01-01}\n", "it should be of what JSON has (no dates), not {day = 2024"),
-        (PLAIN + "share = 1\n", "with shares there are no epochs"),
+        (PLAIN + "template_args = {day = 2024-01-01}\n", "it should be a JSON value (no dates), not {day = 2024"),
+        (PLAIN + "share = 1\n", "shares do not define epochs"),
         (PLAIN + "share = 1\nweight = 2.0\n[train]\nsteps = 3\n", "data[0].weight (line 6): share and weight"),
-        (PLAIN + "share = 0.5\n[train]\nsteps = 3\n", "the shares of all sources are 0.5 together; make it 1"),
-        (PLAIN + 'kind = "text"\nturns = "last"\n', 'data[0].turns (line 6): it is of chats, and the kind of this'),
-        (PLAIN + 'split = "line"\n', "it is of texts"),
-        (PLAIN + 'name = "a"\n[[data]]\npath = "y"\nname = "a"\n', 'data[1].name (line 8): another source is called'),
-        (PLAIN + '[train]\ntokens = "lots"\n', "is no number of tokens"),
-        (PLAIN + '[train]\ntokens = "0B"\n', "is no number of tokens"),
+        (PLAIN + "share = 0.5\n[train]\nsteps = 3\n", "the shares of all sources add up to 0.5; they must add up to 1"),
+        (PLAIN + 'kind = "text"\nturns = "last"\n', 'data[0].turns (line 6): it applies to chats, but the kind'),
+        (PLAIN + 'split = "line"\n', "it applies to texts"),
+        (PLAIN + 'name = "a"\n[[data]]\npath = "y"\nname = "a"\n', 'data[1].name (line 8): another source has'),
+        (PLAIN + '[train]\ntokens = "lots"\n', "is not a number of tokens"),
+        (PLAIN + '[train]\ntokens = "0B"\n', "is not a number of tokens"),
         (PLAIN + "[train]\ntokens = -1\n", "it should be text in quotes, or a number above 0, not -1"),
         (PLAIN + '[train]\ntokens = "1M"\n[optim]\nwarmup = 5\n', "5 steps of warm-up, and the run has 4"),
-        (PLAIN + "[mesh]\nfsdp = 3\n", "262144 (32 streams, the default) is no multiple of length x data ranks, "
+        (PLAIN + "[mesh]\nfsdp = 3\n", "262144 (32 streams, the default) is not a multiple of length x data ranks, "
          "8192 x 3; take tokens_per_step = 245760 or 270336, or replicate x fsdp of 1, 2, 4, 8, 16, 32"),
         (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
-        (PLAIN + "[pipeline]\nstages = 2\n", "pipeline (line 5): it says how a step goes through pipeline stages, and"),
+        (PLAIN + "[pipeline]\nstages = 2\n", "pipeline (line 5): it configures pipeline stages, but"),
         (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
-        (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): there is no such field; did you mean mesh?"),
+        (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): unknown field; did you mean mesh?"),
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
         (PLAIN + 'output_dir = "x"\n', "did you mean out at the top?"),
-        (PLAIN + "[train]\nxyz = 1\n", "there is no such field; there are length, "),
+        (PLAIN + "[train]\nxyz = 1\n", "unknown field; known fields: length, "),
         (PLAIN + '[train]\ncompiled = true\nrecompute = "selective"\n', "which compiled=True fuses"),
         (PLAIN + '[train]\nfp8_skip = "layers.0.*"\n', "skips nothing without fp8='block'; give both"),
         (PLAIN + "[optim]\nwarmup = 1.5\n", "it should be a whole number, or a number below 1, not 1.5"),
         (PLAIN + "[optim]\nbetas = [0.9, 2]\n", "a number below 1"),
         (PLAIN + "[optim]\nbetas = [0.9]\n", "it should be a list of 2, not [0.9]"),
-        (PLAIN + "[optim]\ndecay = 0.5\n", 'it is of the schedule "wsd"'),
-        (PLAIN + '[optim]\nschedule = "constant"\nfinal = 0.5\n', "does not fall"),
+        (PLAIN + "[optim]\ndecay = 0.5\n", 'it applies to the schedule "wsd"'),
+        (PLAIN + '[optim]\nschedule = "constant"\nfinal = 0.5\n', "does not decay"),
         (PLAIN + '[optim]\nschedule = "wsd"\ndecay = 0.9\nwarmup = 0.2\n', "are more than the whole run"),
         (PLAIN + '[optim]\nschedule = "wsd"\nwarmup = 9\n[train]\nsteps = 10\n', "optim.decay: 9 steps of warm-up"),
         (PLAIN + '[optim]\nstate_dtype = "bfloat16"\nbetas = [0.9, 0.999]\n', "betas of at most 0.98"),
         (PLAIN + "[eval]\nevery = 5\n", "nothing to evaluate"),
-        (PLAIN + '[eval]\npath = "y"\nweight = 2\n', "eval.weight (line 7): there is no such field"),
+        (PLAIN + '[eval]\npath = "y"\nweight = 2\n', "eval.weight (line 7): unknown field"),
         (PLAIN + '[[eval]]\npath = "y"\n', 'eval (line 5): it should be a table, not [{path = "y"}]'),
         (PLAIN + '[[eval.sets]]\npath = "y"\n', "eval.sets[0].name (line 5): a set has no name"),
-        (PLAIN + "[train]\nearly_stopping = 2\n", "it looks at evaluations, and there are none"),
+        (PLAIN + "[train]\nearly_stopping = 2\n", "it depends on evaluations, but the run makes none"),
         (PLAIN + "[save]\nkeep = 0\n", 'it should be a number above 0, or "all", not 0'),
         (PLAIN + '[save]\nkeep = "all"\nkeep_every = 400\n', "all checkpoints stay anyway"),
-        (PLAIN + "[save]\nkeep_every = 500\n", "500 is no multiple of every = 200: some of those steps have no "
+        (PLAIN + "[save]\nkeep_every = 500\n", "500 is not a multiple of every = 200: some of those steps have no "
          "checkpoint; take 600"),
         (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
         (PLAIN + "[log]\nprofile = 3\n[train]\nsteps = 4\n", "and the run has 4; take at most 2"),
@@ -147,7 +147,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[train]\nsteps = 1000000000000000\n", "train.steps (line 6): 1,000,000,000,000,000 steps would take"),
         (PLAIN + '[train]\ntokens = "1000T"\n', "train.tokens (line 6): 3,814,697,266 steps of 262,144 tokens would"),
         (f"x = {'[' * 5000}{']' * 5000}", "nested too deeply"),
-        (PLAIN + "[lora]\nr = 8\n", "lora (line 5): there is no such field: LoRA and other adapters are not supported"),
+        (PLAIN + "[lora]\nr = 8\n", "lora (line 5): unknown field: LoRA and other adapters are not supported"),
         (PLAIN + "[train]\nlora_alpha = 8\n", "LoRA and other adapters are not supported"),
         (PLAIN + "[train]\npacking = true\n", "documents are always packed"),
         (PLAIN + "[train]\nfp16 = true\n", "float16 is not supported"),
@@ -184,15 +184,15 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(mw.ConfigError, match="cannot be read"):
         read(tmp_path / "no.toml")
     (tmp_path / "run.toml").write_bytes(b"model = '\xff'")
-    with pytest.raises(mw.ConfigError, match="is no TOML"):
+    with pytest.raises(mw.ConfigError, match="is not valid TOML"):
         read(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [(f"x={'[' * 5000}", "nested too deeply"),
-     ("mesh.tp", "no FIELD=VALUE"), ("data.3.weight=1", "there is 1 of them"), ("data.x.weight=1", "x is none"),
-     ("model.x=1", "model is a value, and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): there is no such"),
+     ("mesh.tp", "write FIELD=VALUE"), ("data.3.weight=1", "list has 1 element"), ("data.x.weight=1", "not an index"),
+     ("model.x=1", "model is a value and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): unknown field"),
      ("mesh.tp=x", 'mesh.tp (--set mesh.tp=x): it should be a whole number, not "x"')],
 )  # fmt: skip
 def test_what_cannot_be_set(tmp_path: Path, given: str, wanted: str) -> None:
@@ -390,7 +390,7 @@ def test_learning_rates(name: Any, warmup: float) -> None:
 @pytest.mark.parametrize(
     ("optim", "before", "now", "step", "wanted"),
     [
-        ({}, 100, 200, 90, "has fallen since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
+        ({}, 100, 200, 90, "has decayed since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
         ({}, 100, 200, 100, "would jump from 0 to 0.002"),
         ({}, 100, 200, 80, ""),  # as long as it is constant
         ({}, 100, 95, 90, ""),  # it falls faster
@@ -403,8 +403,8 @@ def test_a_rate_that_would_jump_in_a_longer_run(
     optim: dict[str, Any], before: int, now: int, step: int, wanted: str
 ) -> None:
     given = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
-    assert wanted in jump_of(given, before, now, step)
-    assert bool(wanted) == bool(jump_of(given, before, now, step))
+    assert wanted in rate_jump(given, before, now, step)
+    assert bool(wanted) == bool(rate_jump(given, before, now, step))
 
 
 def test_a_run_of_one_step() -> None:

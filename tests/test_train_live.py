@@ -82,15 +82,15 @@ def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
         assert bool(result.experts.warning()) == (step >= 20)
     for step, text in ((10, "old"), (20, "because of\nRayleigh scattering " + "very " * 40)):
         result.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
-    display = Display(result, tmp_path, plain=True, every=1, asked=[2])
-    lines = drawn(display._picture(ends=False), 80)
+    display = Display(result, tmp_path, plain=True, every=1, signals=[2])
+    lines = drawn(display._frame(ends=False), 80)
     assert [line[:1] for line in lines[-2:]] == ["╰", ""], "^C is written behind the last line"
-    assert drawn(display._picture(ends=True), 80)[-1].startswith("╰")
+    assert drawn(display._frame(ends=True), 80)[-1].startswith("╰")
     text = " ".join(" ".join(lines).replace("│", "").split())
     assert "step 20 Why is it blue? because of Rayleigh scattering very" in text
     assert "old" not in text
     assert "in step 25, 24 of 48 got no token, and the busiest one, in layer 1, got 7.90 times its share" in text
-    assert "a second one ends them at once" in text
+    assert "a second signal ends them at once" in text
     assert "24 experts" in text
 
 
@@ -161,7 +161,7 @@ BLAMES = mw.RankError("rank 1 died")
         ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-9, 9.0), 2: (-15, 9.0)}, 1, "killed (SIGKILL)", False),
         ({2: (9.1, ValueError("x"))}, {0: (-6, 9.0), 1: (-9, 39.0), 2: (2, 9.0)}, 2, "ValueError", False),
         ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-15, 9.0)}, 0, "failed: rank 1 died", False),
-        ({}, {0: (-15, 9.0), 1: (1, 8.0)}, 1, "exit code 1; the last that it wrote:\n  line 2\n", False),
+        ({}, {0: (-15, 9.0), 1: (1, 8.0)}, 1, "exit code 1; its last output:\n  line 2\n", False),
         ({1: (9.0, mw.DataError("c.jsonl:7: bad"))}, {1: (2, 9.0)}, 1, "failed: c.jsonl:7: bad; its log", True),
     ],
 )  # fmt: skip
@@ -210,7 +210,7 @@ def config_of(tmp_path: Path, *sets: str) -> Any:
 )
 def test_the_largest_smaller_mesh(tmp_path: Path, mesh: dict[str, int], smaller: tuple[int, int] | None) -> None:
     config = config_of(tmp_path, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
-    result = launch.fewer(config)
+    result = launch.smaller_mesh(config)
     assert (result and (result.mesh.replicate, result.mesh.fsdp)) == smaller
 
 
@@ -229,7 +229,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
             sink.write("step", step, step_line(step))
         return Ended(Failure(rank, world, "failed: it is planted", logs / f"{rank}.log", final))
 
-    monkeypatch.setattr(processes, "ended", ended)
+    monkeypatch.setattr(processes, "run_ranks", ended)
     with Display(RunState("", "", 9), out, plain=True, every=1) as display:
         try:
             launch._launch(config, ["train"], out, display, [])
@@ -308,7 +308,7 @@ def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> No
         os.kill(run.ranks[1], signal.SIGKILL)
         assert run.end() == 2
     lock.hold(out).close()
-    why = "killed (SIGKILL): somebody did, or the machine had no memory left"
+    why = "killed (SIGKILL): by a user, or because the machine ran out of memory"
     message = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
     assert run.last_line == f"meshwright: {message}"
     assert (out / "failure.txt").read_text() == f"{message}\n"
@@ -325,7 +325,7 @@ def test_a_second_signal_leaves_at_once(at: Path, out: Path) -> None:
         ranks = run.ranks
         os.kill(ranks[1], signal.SIGSTOP)
         os.kill(run.pid, signal.SIGINT)
-        run.until(lambda: "signal 2: the step is finished" in run.output)
+        run.until(lambda: "signal 2: finishing the step" in run.output)
         began = time.monotonic()
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
@@ -344,7 +344,7 @@ def test_an_error_of_a_rank_on_a_pipe(at: Path, out: Path, monkeypatch: pytest.M
         logger.warning("a warning\nof two lines")
         print("noise", file=sys.stderr)
 
-    monkeypatch.setattr(loop.Loop, "_between", between)
+    monkeypatch.setattr(loop.Loop, "_after_step", between)
     with Started(command(at, out, "mesh.fsdp=2")) as run:
         assert run.end() == 2
     assert "step    1/2000  loss " in run.output
@@ -369,18 +369,18 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
         run.until(lambda: "step   14/" in run.output)
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
-    assert run.last_line == f"meshwright: ended by signal 2; the same command goes on from {out}"
+    assert run.last_line == f"meshwright: ended by signal 2; the same command resumes from {out}"
     assert f"  meshwright report {out}\n  meshwright sample {out} --prompt" in run.output
     assert re.search(
         r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.output
     )
     nothing = config_file.read(at / "run.toml", [f"out={out}/nothing"])
-    assert launch.what_next(nothing) == "nothing was saved yet: the same command begins anew"
+    assert launch.what_next(nothing) == "nothing was saved yet: the same command starts anew"
     assert "step   13/" not in run.output
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:
         run.until(lambda: steps(out) > before and "step" in run.output)
-        assert "going on from" in run.output
+        assert "resuming from" in run.output
         assert (out / "logs" / "1" / "0.log").is_file()
         ranks = run.ranks
         os.kill(run.pid, signal.SIGKILL)

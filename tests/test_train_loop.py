@@ -24,7 +24,7 @@ from meshwright.plan.step_time import Flops, flops_of
 from meshwright.sharding import Param
 from meshwright.train import config_file, loop
 from meshwright.train.config import SampleSection
-from meshwright.train.loop import Habits, Loop, Speed
+from meshwright.train.loop import Loop, LoopOptions, Speed
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
@@ -193,7 +193,7 @@ def test_a_lower_loss_renews_the_patience() -> None:
     result = iter([3.0, 4.0, 2.0, 4.0, 4.0])
     engine: Any = SimpleNamespace(evaluate=lambda _: next(result))
     nothing: Any = None
-    habits = Habits(save_every=0, patience=2)
+    habits = LoopOptions(save_every=0, patience=2)
     training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})
     whys = [training.evaluate() and training.why for _ in range(5)]
     assert whys == ["", "", "", "", "early stopping"]
@@ -207,9 +207,9 @@ def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
     feed: Any = SimpleNamespace(streams_per_step=1, documents=[], plan=SimpleNamespace(epochs_before=float))
     sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append(values))
     speed = Speed(Flops(0.0, 0.0))
-    each = Loop(engine, feed, 9, Position("plan"), Path(), Habits(0), nothing, speed, [sink])
+    each = Loop(engine, feed, 9, Position("plan"), Path(), LoopOptions(0), nothing, speed, [sink])
     record = mw.StepRecord(0, 3.5, 1.0, 0.1, 5, 6, torch.ones(1, 2), router_loss=0.5)
-    each._tell_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
+    each._log_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
     assert (message[-1]["train/loss"], message[-1]["train/router_loss"]) == (3.0, 0.5)
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: p
     engine: Any = SimpleNamespace(saving=None, steps=0)
     feed: Any = SimpleNamespace(streams_per_step=1)
     sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append((step, values["path"])))
-    each = Loop(engine, feed, 9, Position("plan"), tmp_path, Habits(1), Any, Any, [sink])
+    each = Loop(engine, feed, 9, Position("plan"), tmp_path, LoopOptions(1), Any, Any, [sink])
     each._saved_at = -1
 
     def saved(*args: object, wait: bool, **more: object) -> Path:
@@ -261,13 +261,13 @@ def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: p
         return tmp_path / f"step-{each.step_number}"
 
     monkeypatch.setattr(loop, "save", saved)
-    monkeypatch.setattr(loop, "_is_due", lambda number, every: number in (1, 3))
+    monkeypatch.setattr(loop, "_is_multiple", lambda number, every: number in (1, 3))
     for each.position.stream in (1, 2):
-        each._between()
+        each._after_step()
     assert message == []
     engine.saving.succeeded = True
     each.position.stream = 3
-    each._between()
+    each._after_step()
     assert message == [(1, str(tmp_path / "step-1"))]
     each.position.stream = 4
     each.save(wait=True)

@@ -223,7 +223,7 @@ def test_what_is_found_is_told_in_few_lines() -> None:
         r"G1 .*\b4\b.*\b2\b.*--json\b",
         r"K1 all_reduce: 3 of 4$",
     ]
-    for line, pattern in zip(report.lines_found(part), wanted, strict=True):
+    for line, pattern in zip(report.finding_lines(part), wanted, strict=True):
         assert re.match(pattern, line), line
     well = RunResult("bfloat16", 1.0, [], tuple(ORACLES))
     told = report.beginning([well, part])
@@ -272,7 +272,7 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     )
     assert any("after the first step" in what for what in full), full
     value = report.untried(plan("tiny-qwen3", Axes(tp=2), Options(Recipe(head="value")), _quiet), [])
-    assert any("head beside transformers" in what for what in value), value
+    assert any("head against transformers" in what for what in value), value
     sparse = told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2)
     assert re.search(words(r"--mesh pp=2,replicate=2,cp=2\)", 'router_aux="previous"'), sparse), sparse
     assert "--mesh pp=2,replicate=2,cp=2,ep=2" in told("tiny-qwen3-moe", fsdp=2, tp=2)
@@ -304,13 +304,13 @@ def test_a_run_says_which_savings_it_took() -> None:
     in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(given, state_dtype=torch.uint8))
 
     def said_of(tried: session.Plan, dtype: str) -> str:
-        return session.given_to(session.trial_of(tried, dtype, Path()))
+        return session.options_of(session.trial_of(tried, dtype, Path()))
 
     assert said_of(shrunk, "float32") == "recompute='selective', sum_once=True"
     assert said_of(shrunk, "float64") == ""
     assert said_of(plan("tiny-qwen3", Axes(fsdp=2), given), "float32") == "recompute='full'"
     assert said_of(in_8_bits, "float64") == "recompute='full', state_dtype=torch.uint8"
-    assert "O1" not in session.asked_of(session.trial_of(in_8_bits, "float64", Path()))
+    assert "O1" not in session.oracles_of(session.trial_of(in_8_bits, "float64", Path()))
     *_, memory, options = report.untried(shrunk, [])
     assert memory.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.MemoryOptions"), memory
     assert options.startswith("state_dtype")

@@ -80,17 +80,17 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     assert len(by_name) == 14  # not 48 times as many
     experts = by_name["layers.{i}.mlp.experts.gate_up"]
     assert experts["parameter"].splitlines()[1:] == ["layers 0-47", "expert 128, half 2, expert_ffn 768, embed 2048"]
-    assert experts["lies"].splitlines() == ["cut expert by ep=8", "copies over replicate=2"]
+    assert experts["placement"].splitlines() == ["cut expert by ep=8", "copies over replicate=2"]
     assert experts["on a rank"] == size(128 // 8 * 2 * 768 * 2048 * 4)
     assert f"{128 // 8 * 2 * 768 * 2048 * 4:,} bytes" in result.titles
     assert experts["keys of the files"].splitlines() == [
         f"model.layers.{{i}}.mlp.experts.{{0-127}}.{part}_proj.weight" for part in ("gate", "up")
     ]
     norm = by_name["layers.{i}.mixer.q_norm.weight"]
-    assert norm["gradient is summed"].splitlines() == [
-        "by FSDP over replicate=2 fsdp=4", "in the last sums over tp=2"
+    assert norm["gradient reduced"].splitlines() == [
+        "by FSDP over replicate=2 fsdp=4", "in the last all-reduce over tp=2"
     ]  # fmt: skip
-    assert norm["lies"].splitlines() == ["rows over fsdp=4", "copies over replicate=2 tp=2"]
+    assert norm["placement"].splitlines() == ["rows over fsdp=4", "copies over replicate=2 tp=2"]
 
 
 def test_on_a_phone_each_value_has_the_name_of_its_column() -> None:
@@ -105,8 +105,8 @@ def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
     by_name = {row["parameter"].partition("\n")[0]: row for row in hybrid}
     a_log = by_name["layers.{i}.mixer.gates.A_log"]
     assert re.search(words(r"^layers 0-2 4-6 8-10\b", "^never rounded"), a_log["parameter"], re.MULTILINE)
-    assert a_log["lies"] == "cut key by tp=2\ncopies over fsdp=2"
-    assert a_log["gradient is summed"] == "in the last sums over fsdp=2"
+    assert a_log["placement"] == "cut key by tp=2\ncopies over fsdp=2"
+    assert a_log["gradient reduced"] == "in the last all-reduce over fsdp=2"
     assert "layers 3-31 by 4" in by_name["layers.{i}.mixer.q.weight"]["parameter"]
     tied = read(directory(tmp_path / "t", QWEN2), fsdp=3, tp=2).table("parameter")
     assert re.search(r"^embed\.weight\n[\s\S]*^tied: the head too$", tied[0]["parameter"], re.MULTILINE)

@@ -20,7 +20,7 @@ from tests.words import words
 
 
 def compared_with_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
-    return session._against(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
+    return session._run_transformers(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
 
 
 def rotated_the_other_way(patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "half of it flows back through norms": (
         half_back_through_norms,
         "tiny-qwen3",
-        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and",
+        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and this key",
     ),
     "1 + w in bfloat16, in backward": (
         one_added_in_bfloat16_in_backward,
@@ -109,8 +109,8 @@ def failing(*_: object) -> None:
 @pytest.mark.parametrize(
     ("name", "instead", "message"),
     [
-        ("stranger", unknown, words("M1", "'qwen9'")),
-        ("theirs", failing, words("M1", "transformers fails", "RuntimeError: no kernel")),
+        ("unsupported", unknown, words("M1", "'qwen9'")),
+        ("run_transformers", failing, words("M1", "transformers fails", "RuntimeError: no kernel")),
     ],
     ids=["an unknown family", "an error of transformers"],
 )

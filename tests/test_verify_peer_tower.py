@@ -38,7 +38,7 @@ def compared_with_transformers(at: Path, family: str, *, whole: bool = False) ->
     with pytest.MonkeyPatch.context() as patch:
         if not whole:
             patch.setattr(session, "steps_of", lambda *args: {FIRST: real(*args)[FIRST]})
-        return session._against(tried, at, lambda _: None)
+        return session._run_transformers(tried, at, lambda _: None)
 
 
 def check_clean(part: RunResult, family: str) -> dict[str, int]:

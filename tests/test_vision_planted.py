@@ -128,7 +128,7 @@ class OnRanks:
 TP, CP, FSDP, BOTH = dict(tp=2), dict(cp=2), dict(fsdp=2), dict(replicate=2, fsdp=2)
 FORWARD = r"D1 layers\.0\.norm: .*\bfirst that is wrong\b"
 TWICE = r"G1 \S*visual\S*\.bias: .*\bratio 2\b.*\b2 times too large = {0}\b.*\bover {0}\b"
-LOST = r"G1 \S*visual\S*: .*\blost on its way back\b"
+LOST = r"G1 \S*visual\S*: .*\blost in backward\b"
 NO_GRADIENT = r"tower\.patches\.weight got no gradient, and so \d+ of \d+ parameters"
 RANKS: dict[str, OnRanks] = {
     "biases summed by each rank": OnRanks(vision_plants.biases_summed_twice, TP, TWICE.format("tp")),
@@ -154,7 +154,7 @@ RANKS: dict[str, OnRanks] = {
     "each by its own batch": OnRanks(
         vision_plants.each_by_its_own_batch, FSDP,
         r"RUN .*\bcollective \d+ of ranks \[0, 1\]: rank \d is at all_gather of \d+ bytes", "one rank",
-        r"\brank[s ]*\[?\d\b.*\b(died without a word|waits at FSDP|waited|all_gather)\b",
+        r"\brank[s ]*\[?\d\b.*\b(died without an error|waits at FSDP|waited|all_gather)\b",
     ),
 }  # fmt: skip
 if not parts.ALL:  # the plants of cp are those of tp

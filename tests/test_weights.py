@@ -42,7 +42,7 @@ def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple
         for name in made_of:
             sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
     owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
-    return (len(recorder.seen), model.bytes_read, owned), unchanged_by_export(model, out)
+    return (len(recorder.collectives), model.bytes_read, owned), unchanged_by_export(model, out)
 
 
 def _made_of(model: mw.Model) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import Door, find_doors
-from meshwright.verify import Data, Finding, Reference, Trial, examine, refer
+from meshwright.verify import Data, Finding, Reference, Trial, examine, run_reference
 from tests import parts, tiny, worlds
 
 _STEPS = 3 if parts.ALL else 2  # the third has long documents
@@ -161,7 +161,7 @@ def references(several: Sequence[Trial]) -> list[Reference]:
     ]
     lacking = {key: tried for key, tried in zip(keys, several, strict=True) if key not in _references}
     if lacking:
-        found = worlds.in_turn(1, {key: functools.partial(refer, tried) for key, tried in lacking.items()})
+        found = worlds.in_turn(1, {key: functools.partial(run_reference, tried) for key, tried in lacking.items()})
         _references.update({key: answers[0] for key, answers in found.items()})
     return [_references[key] for key in keys]
 

@@ -84,16 +84,16 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 def _search(options: argparse.Namespace) -> int:
     """Search for the fastest mesh. Return 1 if none fits, so that a script notices."""
     from .. import plan  # imports torch: --help should not wait for it
-    from ..plan.terminal import print_found, search_as_json
+    from ..plan.terminal import print_search, search_as_json
 
     arguments, origin, say = vars(options), plan.origin(options.command), Clock()
-    asked = plan.asked_of(arguments)
+    request = plan.search_request(arguments)
     blueprint = plan.find(options.model, recipe_of(arguments), weights=False, say=say)
-    result = plan.Search(blueprint, asked, say).run()
+    result = plan.Search(blueprint, request, say).run()
     if options.json:
-        print_json(search_as_json(result, asked, origin))
+        print_json(search_as_json(result, request, origin))
     else:
-        print_found(result, asked)
+        print_search(result, request)
     return int(not result.best)
 
 

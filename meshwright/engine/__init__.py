@@ -1,4 +1,7 @@
-"""Load, step, look, export: what a user calls."""
+"""The engine: load a model, train it, score and sample with it, save and export it.
+
+`meshwright/api.py` makes most of these names public.
+"""
 
 from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from . import losses
@@ -8,4 +11,4 @@ from .engine import Engine, StepRecord
 from .export import check_export, export, gather, stream
 from .inference import logits, logprobs, sample
 from .model import Model, init, load
-from .validation import check_no_places, check_prompts
+from .validation import check_no_placeholders, check_prompts

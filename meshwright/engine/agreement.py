@@ -1,7 +1,11 @@
-"""What must be the same on all ranks.
+"""The agreement: ranks compare settings and data before each collective call.
 
-A call in which ranks wait for one another begins here: each rank tells the others what it is about to do, in one small
-all-gather. A mistake on one rank is then an error on every rank, at once, and not a hang.
+Each rank contributes one row to a small all-gather between hosts: whether it has failed, a checksum of its settings,
+and the size of its data. So a mistake on one rank raises on every rank at once. Without it, the other ranks would hang
+in a collective that this rank never enters, or reduce tensors that do not belong together.
+
+The same rows bring the divisor of the loss: the number of targets of the step, or the sum of their weights, over all
+data ranks. It is known before the first backward, so gradients are plain sums and nothing is averaged.
 """
 
 from __future__ import annotations
@@ -25,36 +29,39 @@ from ..log import logger
 from ..mesh import Mesh
 from .model import Model
 from .validation import check_autocast, check_batches, check_inference_mode
-from .vision_sync import check_pictures, mask_of
+from .vision_sync import check_pictures, pictures_mask
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 STEP, EVALUATE = "a step", "evaluate"
-_ids = count(1)  # every rank takes part in each call over all axes, so all ranks count alike
+_ids = count(1)  # every rank takes part in each call over all axes, so the counters agree
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a rank brings to a call."""
+    """The size of a rank's data for one call. Its fields are columns of the all-gathered rows."""
 
     weight: float = 0.0  # the sum of the weights of its targets
     num_targets: int = 0
     num_batches: int = 0
     num_tokens: int = 0  # in each batch
-    num_real: int = 0  # in all batches, without filler
+    num_real: int = 0  # in all batches, without padding
     checksum: int = 0
     pictures: int = 0  # a bit for each micro-batch that has some
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the ranks of a call bring, a row for each, in their order. There may be thousands, and each step asks: no
-    loop of Python runs over them."""
+class GatheredData:
+    """The `Data` of all ranks of a call, a row for each rank, in rank order.
+
+    It stays a tensor: each step reads it, and a Python loop over thousands of ranks would delay every step.
+    """
 
     rows: Tensor  # [ranks, fields of Data], float64, on the host
-    data_ranks: Tensor  # of each
+    data_ranks: Tensor  # the data rank of each row
 
     def column(self, name: str) -> Tensor:
+        """Return one field of `Data`, by rank."""
         return self.rows[:, _FIELDS.index(name)]
 
     def __getitem__(self, at: int) -> Data:
@@ -63,26 +70,27 @@ class Told:
 
     @property
     def pictures(self) -> int:
-        """A bit for each micro-batch in which any rank has some."""
+        """Return a bit for each micro-batch in which any rank has pictures."""
         return functools.reduce(operator.or_, map(int, self.column("pictures").unique().tolist()))
 
     @functools.cached_property
-    def firsts(self) -> Tensor:
-        """By data rank, where its first rank is."""
+    def first_rows(self) -> Tensor:
+        """Return the row of the first rank of each data rank; `len(rows)` for a data rank that is not in the call."""
         num, device = len(self.rows), self.rows.device
-        firsts = torch.full((int(self.data_ranks.max()) + 1,), num, device=device)
-        return firsts.scatter_reduce_(0, self.data_ranks, torch.arange(num, device=device), "amin")
+        first_rows = torch.full((int(self.data_ranks.max()) + 1,), num, device=device)
+        return first_rows.scatter_reduce_(0, self.data_ranks, torch.arange(num, device=device), "amin")
 
     @property
-    def once(self) -> Told:
-        """Of each data rank one row."""
-        there = self.firsts[self.firsts < len(self.rows)]
-        return Told(self.rows[there], self.data_ranks[there])
+    def per_data_rank(self) -> GatheredData:
+        """Return one row for each data rank. Ranks of one data rank hold the same batch, so summing all rows would
+        count its targets cp x tp x pp times."""
+        present = self.first_rows[self.first_rows < len(self.rows)]
+        return GatheredData(self.rows[present], self.data_ranks[present])
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank is about to do. All but its data must be the same on all ranks."""
+    """The call that a rank is about to make. All but `data` must be the same on all ranks."""
 
     data: Data = Data()
     lr: float = 0.0
@@ -92,13 +100,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks have agreed on before a step: its settings, and its size over all data ranks."""
+    """A step that all ranks have agreed on: its settings, and its size over all data ranks."""
 
     lr: float
     max_norm: float | None
-    weight: float
+    weight: float  # the divisor of the loss: the sum of the weights of all targets
     num_targets: int
-    num_tokens: int  # without filler
+    num_tokens: int  # without padding
     num_batches: int
     pictures: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are
@@ -106,24 +114,26 @@ class Step:
 
 
 _FIELDS = [each.name for each in fields(Data)]
-NUMBERS = 2 + len(_FIELDS)  # that each rank tells: whether it fails, a checksum of its settings, and its data
+NUM_COLUMNS = 2 + len(_FIELDS)  # of an all-gathered row: whether the rank failed, a checksum of its settings, its data
 
 
-def place(call: str) -> str:
+def agreement_name(call: str) -> str:
+    """Return the name of the all-gather, on the bill and in diagnoses of lost ranks."""
     return f"the agreement on {call}"
 
 
 def agree(
     model: Model, call: str, propose: Callable[[], Proposal], axes: tuple[str, ...] = DENSE
-) -> tuple[Proposal, Told]:
-    """This rank's proposal, and the data of each rank of `axes`.
+) -> tuple[Proposal, GatheredData]:
+    """Return this rank's proposal, and the data of each rank of `axes`.
 
-    If a rank refuses, or is about to do something else, every rank raises.
+    If `propose` raises on any rank, or ranks are about to make different calls, every rank raises.
     """
     check_is_model(model)
     _check_outside_loss(model, call)
 
     def prepare() -> tuple[Proposal, Mapping[str, object], Data]:
+        # Checks that can fail on one rank alone belong into this function: `compare` reports their errors to all ranks.
         check_inference_mode()
         check_autocast(model.mesh.device.type)
         model.check_whole()
@@ -132,66 +142,81 @@ def agree(
         more = {**proposal.settings, "lr of this step": proposal.lr, "max_norm": proposal.max_norm}
         return proposal, {**identity(model), **more}, proposal.data
 
-    proposal, told = compare(model.mesh, call, prepare, axes)
+    proposal, gathered = compare(model.mesh, call, prepare, axes)
+    # All ranks number models in the order of their first call. `identity` compares the numbers, so ranks that mix up
+    # two models of one architecture raise, even though all their settings agree.
     if axes == DENSE and not model.calls.shared_id:
         model.calls.shared_id = next(_ids)
-    return proposal, told
+    return proposal, gathered
 
 
 def compare(
     mesh: Mesh,
     call: str,
-    prepare: Callable[[], tuple[Made, Mapping[str, object], Data]],
+    prepare: Callable[[], tuple[Result, Mapping[str, object], Data]],
     axes: tuple[str, ...] = DENSE,
-) -> tuple[Made, Told]:
-    """What `prepare` made, and the data of each rank. What it says of settings must be the same on all.
+) -> tuple[Result, GatheredData]:
+    """Run `prepare`; return its result, and the data of each rank. Raise if the settings differ between ranks.
 
-    All calls tell equally many numbers, so ranks that are at different calls meet here, and each learns of the other.
+    Rows have the same width in every call. So ranks that are in different calls (one steps, one saves) meet in the same
+    all-gather, and the checksums tell that they differ.
     """
     failure: Exception | None = None
-    made, settings, data = list[Made](), dict[str, str](), Data()
+    results, settings, data = list[Result](), dict[str, str](), Data()
     try:
-        mine, of_call, data = prepare()
-        made = [mine]
+        result, of_call, data = prepare()
+        results = [result]
         settings = {"the call": call, **{name: str(value) for name, value in of_call.items()}}
-    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
+    except Exception as error:  # noqa: BLE001 - the other ranks are waiting: the all-gather reports it, then all raise
         failure = error
-    told = (zlib.crc32(json.dumps(settings).encode()), *astuple(data))
-    rows = mesh.all_or_none(failure, place(call), numbers=told, axes=axes)
+    row = (zlib.crc32(json.dumps(settings).encode()), *astuple(data))
+    rows = mesh.all_or_none(failure, agreement_name(call), numbers=row, axes=axes)
     ranks = mesh.ranks_over(axes)
+    # A checksum is enough to detect a difference. Only then do ranks exchange the settings, to name it.
     if bool((rows[:, 0] != rows[0, 0]).any()):
         raise RankError(_difference(ranks.tolist(), mesh.gather_objects(settings, axes)))
-    return made[0], Told(rows[:, 1:], mesh.axes.data_rank(ranks))
+    return results[0], GatheredData(rows[:, 1:], mesh.axes.data_rank(ranks))
 
 
 def check_is_model(model: object) -> None:
+    """Refuse anything but a `Model`, such as an engine."""
     if not isinstance(model, Model):
-        raise ConfigError(f"{type(model).__name__} is no model; give what mw.load returned (engine.model)")
+        raise ConfigError(f"{type(model).__name__} is not a model; give what mw.load returned (engine.model)")
 
 
 def _check_outside_loss(model: Model, call: str) -> None:
-    """Raised without a word to the others, who are in the middle of a step: a gathering would meet its collectives."""
+    """Refuse a call from inside the loss of the same model.
+
+    This rank raises alone, without an all-gather: the other ranks are in the middle of a step, and it would pair up
+    with the collectives of that step.
+    """
     if model.calls.in_loss:
         raise StateError(
-            f"{call} was called inside of the loss of the same model. Call it before the step, and give the loss what "
-            "it says as a field: pack(..., fields=)"
+            f"{call} was called inside the loss of the same model. Call it before the step, and pass its result to "
+            "the loss as a field: pack(..., fields=)"
         )
 
 
 def check_ready(model: Model, trained: Sequence[str]) -> None:
-    """Before a step: no gradients wait, and the parameters in training are those that have optimizer state."""
+    """Refuse a step while gradients wait for `update`, or after `requires_grad` was changed by hand.
+
+    Optimizer state, the bill and the order of backward were decided for the parameters that `train=` named.
+    """
     if model.calls.pending is not None or model.grads():
         raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
     changed = {*model.trainable} ^ ({*trained} & {*model.pieces})
     if changed:
         raise StateError(
-            f"{min(changed)} and {len(changed) - 1} more changed requires_grad since the engine was made; choose "
-            "what is trained with train= of mw.load"
+            f"{min(changed)} and {len(changed) - 1} more changed requires_grad after the engine was created; choose "
+            "the trained parameters with train= of mw.load"
         )
 
 
 def identity(model: Model) -> dict[str, str]:
-    """Which model this is. Ranks whose models differ would train something that no one process could."""
+    """Return everything that defines the model and how it runs, by the name that an error would show.
+
+    Ranks whose models differ in any of it would train something that one process could not.
+    """
     trained = model.trained
     return {
         **{f"{k} of config.json": json.dumps(v, sort_keys=True) for k, v in model.blueprint.config.items()},
@@ -213,23 +238,25 @@ def identity(model: Model) -> dict[str, str]:
 
 
 def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> str:
-    first = settings[0]
+    """Describe the first setting in which a rank differs from the first rank."""
+    expected = settings[0]
     for rank, other in zip(ranks, settings, strict=True):
-        for name in dict.fromkeys((*first, *other)):
-            mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
-            if mine != theirs:
+        for name in dict.fromkeys((*expected, *other)):
+            value, expected_value = other.get(name, "nothing"), expected.get(name, "nothing")
+            if expected_value != value:
                 return (
-                    f"{name} is {theirs:.200} on rank {rank} and {mine:.200} on rank {ranks[0]}; "
+                    f"{name} is {value:.200} on rank {rank} and {expected_value:.200} on rank {ranks[0]}; "
                     "it must be the same on all ranks"
                 )
-    return "the ranks differ in their settings"  # of equal text and other checksums: cannot be
+    return "the ranks differ in their settings"  # unreachable: equal texts have equal checksums
 
 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
-    """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
+    """Check this rank's batches and measure them. It reads values on the host, so it runs before they are copied to the
+    device."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     check_pictures(batches, model.blueprint.module.tower, words=want != "values")
-    if want != "values":  # labels of a value head are classes, or mark where there is a term
+    if want != "values":  # labels of a value head are classes, or mark the tokens that have a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
     weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
@@ -240,11 +267,12 @@ def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
         num_tokens=len(batches[0]),
         num_real=sum(len(b) - b.num_filler for b in batches),
         checksum=checksum([stream for batch in batches for stream in _streams(batch)]),
-        pictures=mask_of(batches),
+        pictures=pictures_mask(batches),
     )
 
 
 def _streams(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch, for its checksum."""
     bounds = torch.tensor(batch.bounds, device=batch.tokens.device)
     frames = torch.tensor([astuple(frame) for frame in batch.frames], device=batch.tokens.device)
     pixels = [] if batch.images is None else [batch.images.patches_PC]
@@ -252,59 +280,72 @@ def _streams(batch: Batch) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
+    """Return the CRC-32 of the bytes of tensors. It fits exactly into the float64 of a row."""
     crc = 0
     for tensor in tensors:
         crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 
 
-def check_same_data(told: Told, mesh: Mesh, axes: tuple[str, ...] = DENSE) -> None:
-    """The ranks of one data rank bring the same data."""
-    other = (told.rows != told.rows[told.firsts[told.data_ranks]]).any(1)
-    if bool(other.any()):
-        at, ranks = int(other.int().argmax()), mesh.ranks_over(axes)
-        first = int(ranks[told.firsts[told.data_ranks[at]]])
+def check_same_data(gathered: GatheredData, mesh: Mesh, axes: tuple[str, ...] = DENSE) -> None:
+    """Refuse different batches on the ranks of one data rank.
+
+    These ranks share the tokens of one batch, so different batches would be mixed silently.
+    """
+    differs = (gathered.rows != gathered.rows[gathered.first_rows[gathered.data_ranks]]).any(1)
+    if bool(differs.any()):
+        at, ranks = int(differs.int().argmax()), mesh.ranks_over(axes)
+        first = int(ranks[gathered.first_rows[gathered.data_ranks[at]]])
         raise RankError(
-            f"ranks {first} and {int(ranks[at])} are one data rank ({mesh.axes}), but were given different batches"
+            f"ranks {first} and {int(ranks[at])} are one data rank ({mesh.axes}) but got different batches; give all "
+            "ranks with the same mesh.data_rank the same ones"
         )
 
 
-def warn_of_same_data(told: Told, num_data_ranks: int) -> None:
-    """It is no error, but most of the machine works for nothing."""
-    checksums = told.column("checksum")
-    if num_data_ranks > 1 and told[0].num_targets and bool((checksums == checksums[0]).all()):
+def warn_of_same_data(gathered: GatheredData, num_data_ranks: int) -> None:
+    """Warn if all data ranks have the same batches. It is not an error, but all data ranks but one are wasted."""
+    checksums = gathered.column("checksum")
+    if num_data_ranks > 1 and gathered[0].num_targets and bool((checksums == checksums[0]).all()):
         _warn_of_same_data(num_data_ranks)
 
 
 @functools.cache  # once
 def _warn_of_same_data(num: int) -> None:
     logger.warning(
-        "all %d data ranks bring the same documents, so each is learnt %d times in a step; give every data rank its "
-        "own (mesh.data_rank), or those of all to mw.batches",
+        "all %d data ranks bring the same documents, so a step trains on each %d times; give every data rank its own "
+        "(by mesh.data_rank), or give the documents of all ranks to mw.batches",
         num, num,
     )  # fmt: skip
 
 
-def whole_step(proposal: Proposal, told: Told, mesh: Mesh) -> Step:
-    """The step that all data ranks make together. They must bring equally much, and something to learn from."""
-    sizes = torch.stack([told.column("num_batches"), told.column("num_tokens")], 1)
+def whole_step(proposal: Proposal, gathered: GatheredData, mesh: Mesh) -> Step:
+    """Return the step that all data ranks make together. Refuse unequal batches, and a step without targets.
+
+    All ranks need the same number of micro-batches of one length, since each micro-batch runs the same collectives.
+    """
+    sizes = torch.stack([gathered.column("num_batches"), gathered.column("num_tokens")], 1)
     if bool((sizes != sizes[0]).any()):
-        rank, first = int((sizes != sizes[0]).any(1).int().argmax()), told[0]
-        data = told[rank]
+        rank, first = int((sizes != sizes[0]).any(1).int().argmax()), gathered[0]
+        data = gathered[rank]
         raise RankError(
             f"rank {rank} has {counted(data.num_batches, 'batch', 'batches')} of "
             f"{counted(data.num_tokens, 'token')}, rank 0 {first.num_batches:,} of {first.num_tokens:,}; "
             "all ranks need the same number of batches and tokens"
         )
-    check_same_data(told, mesh)
-    once = told.once  # sums of Python, in the order of ranks: those of torch may depend on the processor
-    weight, num_targets = sum(once.column("weight").tolist()), int(once.column("num_targets").sum())
+    check_same_data(gathered, mesh)
+    unique = gathered.per_data_rank
+    # Summed by Python in rank order: every rank must get the same bits for the divisor, and the order in which torch
+    # adds may depend on the processor.
+    weight, num_targets = sum(unique.column("weight").tolist()), int(unique.column("num_targets").sum())
     if not num_targets:
         raise DataError(
-            "no token of the step has a label, so there is nothing to learn from. If trained= came from a chat "
-            "template, it marks answers with {% generation %}, or its mask is all 0"
+            "no token of the step has a label, so the step has nothing to learn from. If trained= came from a chat "
+            "template, the template must mark answers with {% generation %}, or its mask is all 0"
         )
     if weight <= 0:
-        raise DataError(f"the step's {num_targets} targets weigh {weight}; there is nothing to learn from")
-    num_tokens, num_batches = int(once.column("num_real").sum()), told[0].num_batches
-    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, num_batches, told.pictures)
+        raise DataError(
+            f"the weights of the step's {num_targets} targets sum to {weight}; give some target a weight above 0, so "
+            "that the loss has a divisor"
+        )
+    num_tokens, num_batches = int(unique.column("num_real").sum()), gathered[0].num_batches
+    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, num_batches, gathered.pictures)

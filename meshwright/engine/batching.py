@@ -1,4 +1,8 @@
-"""Documents of a whole step -> batches of one length, as many on every data rank."""
+"""Pack the documents of a step into batches of one length, the same number for every data rank.
+
+Every rank packs all documents and takes its own bins, so the assignment needs no communication. It depends on the
+lengths of documents only.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +35,30 @@ def batches(
     placeholders: Sequence[int] = PLACEHOLDERS,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
 ) -> list[Batch]:
-    """This data rank's batches of `length` tokens, of documents that all ranks give alike.
+    """Return this data rank's batches of `length` tokens. All ranks must give the same documents.
 
-    Each document goes whole to one batch of one data rank. Every data rank gets equally many batches; those that come
-    short get one without targets. The order of documents changes: the longest are placed first. All else as in `pack`.
+    Each document goes whole to one batch of one data rank. Every data rank gets the same number of batches; where
+    documents run out, a batch has no targets. The order of documents changes: the longest are placed first. The other
+    arguments are those of `pack`.
 
     >>> engine.step(mw.batches(documents, mesh, length=8192, trained=masks))      # doctest: +SKIP
     """
 
     def prepare() -> tuple[tuple[Batch, list[list[int]]], Mapping[str, object], Data]:
         _check_length(length, mesh.axes.cp * mesh.axes.tp)
-        # all of it on every rank: what is wrong with it is refused everywhere, in the numbers of the caller
+        # Every rank packs all documents: so all ranks refuse a bad document, by its index in the caller's list.
         whole = pack(documents, labels=labels, trained=trained, images=images, placeholders=placeholders, fields=fields)
         bins = _bins([b - a for a, b in pairwise(whole.bounds)], length)
-        return (whole, bins), _settings(whole, length), Data()
+        return (whole, bins), _settings_to_compare(whole, length), Data()
 
     (whole, bins), _ = compare(mesh, BATCHES, prepare)
-    made = [cut(whole, numbers, int(length)) for numbers in bins[mesh.data_rank :: mesh.num_data_ranks]]
-    num = -(-len(bins) // mesh.num_data_ranks)  # on every data rank
-    return made + [_empty(whole, length)] * (num - len(made))
+    local = [cut(whole, numbers, int(length)) for numbers in bins[mesh.data_rank :: mesh.num_data_ranks]]
+    num = -(-len(bins) // mesh.num_data_ranks)  # per data rank, rounded up
+    return local + [_empty_batch(whole, length)] * (num - len(local))
 
 
 def _check_length(length: object, share: int) -> None:
+    """Refuse a length that cp x tp ranks cannot share evenly."""
     if not isinstance(length, Integral) or isinstance(length, bool):
         raise DataError(f"length={length!r} must be a whole number")
     if int(length) % share:
@@ -61,13 +67,14 @@ def _check_length(length: object, share: int) -> None:
         )
 
 
-def _settings(whole: Batch, length: int) -> dict[str, object]:
-    """What all ranks must give alike. One that gives only its own documents would train on a part of them."""
+def _settings_to_compare(whole: Batch, length: int) -> dict[str, object]:
+    """Return the arguments that ranks compare. A rank that gave only its own documents would drop most of them: its
+    bins would be cut up among all data ranks."""
     num, bounds = len(whole.bounds) - 1, torch.tensor(whole.bounds, device=whole.tokens.device)
     documents = f"{counted(num, 'document')} (checksum {checksum([whole.tokens, bounds])})"
     return {
         "length of batches()": length,
-        "what batches() is to share out (all ranks give the documents of all; a rank's own go to mw.pack)": documents,
+        "the documents of batches() (all ranks give the documents of all ranks; or pack your own: mw.pack)": documents,
         "the checksum of labels or trained": checksum([whole.labels]),
         "the checksum of images": checksum([] if whole.images is None else [whole.images.patches_PC, _frames(whole)]),
         **{f"the checksum of the field {name!r}": checksum([whole.fields[name]]) for name in sorted(whole.fields)},
@@ -79,7 +86,10 @@ def _frames(whole: Batch) -> Tensor:
 
 
 def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Numbers of documents that fill one batch together: the longest first, each to the first batch with room."""
+    """Assign documents to batches, first fit decreasing: the longest first, each to the first batch with room.
+
+    This packs tightly: first fit decreasing never needs more than 11/9 of the smallest number of bins, plus one.
+    """
     longest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[longest] > length:
         raise DataError(
@@ -98,7 +108,8 @@ def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:
     return bins
 
 
-def _empty(whole: Batch, length: int) -> Batch:
-    """A batch without targets, for a data rank that has come to the end of its documents."""
+def _empty_batch(whole: Batch, length: int) -> Batch:
+    """Return a batch without targets. A data rank without documents runs it, because the other ranks wait for its
+    collectives."""
     zeros = {name: [torch.zeros_like(values[:1])] for name, values in whole.fields.items()}
     return pack([[0]], labels=[[IGNORE]], length=length, fields=zeros)

@@ -1,4 +1,8 @@
-"""Checkpoints of one kind out of those of another, by one process, tensor by tensor."""
+"""Convert checkpoints between three kinds: Hugging Face, torch.distributed.checkpoint (DCP), and Meshwright's own.
+
+One process reads a tensor at a time and writes it before the next one, so a model may be larger than the memory. The
+exception is writing DCP: its writer takes the whole state dict, whose tensors are memory-mapped where possible.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,20 @@ from ..recipe import Recipe
 from ..sharding import Param, Table
 from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
-from .optimizer_state import COUNTERS, key_of, named
+from .optimizer_state import COUNTERS, file_key, state_key
 
-HF, TORCH, OURS = "hf", "dcp", "meshwright"
-Tensors = Mapping[str, Callable[[], Tensor]]  # by key of the files, each read when it is asked for
+HF, TORCH, MESHWRIGHT = "hf", "dcp", "meshwright"
+LazyTensors = Mapping[str, Callable[[], Tensor]]  # by key of the files; a call reads the tensor
 
 
 @dataclass(frozen=True)
 class State:
-    """What was found. `blueprint`: the model, as the directory spells it that `like` names."""
+    """The state that a source holds. `blueprint`: the model, with the key names of the source's files (of `like`, for a
+    source that has none)."""
 
     kind: str
     blueprint: Blueprint
-    planes: Mapping[str, Tensors]
+    planes: Mapping[str, LazyTensors]  # by state set: weights, and each tensor of optimizer state
     step: int = 0
     tokens: int = 0
     router_load: tuple[tuple[float, ...], ...] = ()
@@ -47,125 +52,150 @@ class State:
 
     @property
     def of_optimizer(self) -> list[str]:
-        """The state sets of the optimizer, whichever it is."""
+        """Return the state sets of the optimizer, whichever optimizer it is."""
         return sorted(name for name in self.planes if name not in PARAMETERS)
 
 
 def convert(
     source: Path, target: Path, to: str, *, like: Path | None = None, dtype: torch.dtype | None = None
 ) -> Path:  # fmt: skip
-    """Write `target`, and return what was written. `dtype`: of the weights. `like`: a Hugging Face directory that says
-    how files spell the model, for a source that does not say so."""
+    """Convert `source`, and return the path that was written.
+
+    `to`: the kind to write. `dtype`: of the weights. `like`: a Hugging Face directory with config and key names, for a
+    DCP source, which has neither.
+    """
     try:
-        return _convert(_read(source, like), source, target, to, dtype)
+        return _convert(_read_state(source, like), source, target, to, dtype)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error}") from error
 
 
 def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dtype | None) -> Path:
+    """Write a state in another kind, with a progress bar."""
     if state.kind == to:
-        raise CheckpointError(f"{source} is of the kind {to} already; copy it")
+        raise CheckpointError(f"{source} is already of the kind {to}; copy it")
     if to == TORCH and dtype is not None:
-        raise ConfigError("the tensors of torch's checkpoints are those of the engine; leave --dtype out")
-    if to == OURS and not state.of_optimizer:
+        raise ConfigError("torch's checkpoints hold tensors in the dtypes of the engine; leave --dtype out")
+    if to == MESHWRIGHT and not state.of_optimizer:
         raise CheckpointError(
-            f"{source} has no optimizer state; mw.resume(engine, directory) takes its weights as they are"
+            f"{source} has no optimizer state to convert; mw.resume(engine, directory) reads its weights as they are"
         )
+    # A Hugging Face directory takes the weights only.
     total = sum(len(keys) for plane, keys in state.planes.items() if to != HF or plane == WEIGHTS)
     with progress(f"convert {source} to {target}", total, "tensors", enabled=True) as advance:
         if to == TORCH:
             return _write_torch(state, target, advance)
-        return (_write_hf if to == HF else _write_ours)(state, target, dtype, advance)
+        return (_write_hf if to == HF else _write_meshwright)(state, target, dtype, advance)
 
 
-def _read(source: Path, like: Path | None) -> State:
+def _read_state(source: Path, like: Path | None) -> State:
+    """Open a source of any kind, by the files that it has. A Meshwright checkpoint has a config.json too."""
     if (source / disk.TORCH_LIST).is_file():
         return _read_torch(source, like)
     if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
-        found = weights.open_source(source)
-        blueprint = Blueprint.of(weights.read_config(source), found, directory=source)
-        return State(HF, blueprint, {WEIGHTS: _mapped(found.scaled_by(blueprint.config), blueprint)})
-    return _read_ours(source)
+        files = weights.open_source(source)
+        blueprint = Blueprint.of(weights.read_config(source), files, directory=source)
+        return State(HF, blueprint, {WEIGHTS: _lazy_tensors(files.scaled_by(blueprint.config), blueprint)})
+    return _read_meshwright(source)
 
 
-def _read_ours(source: Path) -> State:
-    found = disk.opened_at(source)
-    wrong = disk.check_bytes(found)
-    if wrong:
-        raise CheckpointError(f"{found.directory} is broken: {wrong[0]} ({len(wrong)} such runs)")
-    about = found.trainer
-    recipe = Recipe(head=about["head"], tower=about.get("tower", False))
-    config = weights.read_config(found.directory)
-    blueprint = Blueprint.of(config, found.planes[WEIGHTS], recipe, directory=found.directory)
-    planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
-    planes |= {name: _mapped(plane, blueprint) for name, plane in found.planes.items() if name not in PARAMETERS}
-    load = tuple(tuple(row) for row in about["router_load"])
-    return State(OURS, blueprint, planes, about["step"], about["tokens"], load)
+def _read_meshwright(source: Path) -> State:
+    """Open a Meshwright checkpoint. All checksums are verified first, since tensors are then read in any order."""
+    checkpoint = disk.opened_at(source)
+    errors = disk.check_bytes(checkpoint)
+    if errors:
+        raise CheckpointError(f"{checkpoint.directory} is broken: {errors[0]} ({len(errors)} such runs)")
+    trainer = checkpoint.trainer
+    recipe = Recipe(head=trainer["head"], tower=trainer.get("tower", False))
+    config = weights.read_config(checkpoint.directory)
+    blueprint = Blueprint.of(config, checkpoint.planes[WEIGHTS], recipe, directory=checkpoint.directory)
+    # `parameters` are the float32 masters, if any: the weights next to them are rounded.
+    planes = {WEIGHTS: _lazy_tensors(checkpoint.parameters, blueprint)}
+    planes |= {
+        name: _lazy_tensors(plane, blueprint) for name, plane in checkpoint.planes.items() if name not in PARAMETERS
+    }
+    load = tuple(tuple(row) for row in trainer["router_load"])
+    return State(MESHWRIGHT, blueprint, planes, trainer["step"], trainer["tokens"], load)
 
 
 def _read_torch(source: Path, like: Path | None) -> State:
+    """Open a DCP checkpoint of `engine.state_dict()`.
+
+    It has names and shapes, but no config: head and vision tower are inferred from the keys, all else comes from
+    `like`.
+    """
     if like is None:
-        raise CheckpointError(f"{source} does not say how files spell its model; give --like, a Hugging Face directory")
-    found, files = disk.TorchFiles(source), weights.open_source(like)
-    names = {name.split(".", 1)[0] for name in found.shapes}
-    planes: dict[str, Tensors] = {}
+        raise CheckpointError(
+            f"{source} has no config.json, which gives the model and its key names; give --like, a Hugging Face "
+            "directory"
+        )
+    dcp, files = disk.TorchFiles(source), weights.open_source(like)
+    names = {name.split(".", 1)[0] for name in dcp.shapes}
+    planes: dict[str, LazyTensors] = {}
     shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
+    # DCP flattens nested dicts to dotted names: `weights.model.norm.weight`, `exp_avg.model.norm.weight`.
     for plane in sorted(names - {COUNTERS}):
-        keys = {key_of(name.split(".", 1)[1]): name for name in found.shapes if name.startswith(f"{plane}.")}
-        shapes[plane] = {key: found.shapes[name] for key, name in keys.items()}
-        planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
+        keys = {file_key(name.split(".", 1)[1]): name for name in dcp.shapes if name.startswith(f"{plane}.")}
+        shapes[plane] = {key: dcp.shapes[name] for key, name in keys.items()}
+        planes[plane] = {key: lambda name=name: dcp.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
+    # `score.weight` exists only with a value head, and keys of the vision tower only if it was trained.
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = Blueprint.of(weights.read_config(like), files, Recipe(head=head, tower=tower), directory=like)
     _drop_foreign(planes, shapes, blueprint)
     _add_frozen(planes, shapes, blueprint)
-    _check(source, found.shapes, shapes, blueprint)
-    numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
-    load = tuple(tuple(row) for row in numbers["router_load"].tolist())
-    return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
+    _check_state(source, dcp.shapes, shapes, blueprint)
+    counters = {name: dcp.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
+    load = tuple(tuple(row) for row in counters["router_load"].tolist())
+    return State(TORCH, blueprint, planes, int(counters["step"]), int(counters["tokens"]), load)
 
 
 def _drop_foreign(
-    planes: dict[str, Tensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
+    planes: dict[str, LazyTensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
 ) -> None:
-    """Drop what a user saved next to the state dict: a state set of the optimizer has keys of the model."""
+    """Drop what a user saved next to the engine's state dict: without keys of the model it is no optimizer state."""
+    # A user's own dict may stand next to the engine's in one DCP checkpoint: `{**engine.state_dict(), "rng": ...}`.
     keys = {*blueprint.keymap.keys, *_shapes_of_scales(blueprint)}
-    for plane in [name for name, found in planes.items() if name != WEIGHTS and not keys & {*found}]:
+    for plane in [name for name, tensors in planes.items() if name != WEIGHTS and not keys & {*tensors}]:
         del planes[plane], shapes[plane]
 
 
 def _add_frozen(
-    planes: dict[str, Tensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
+    planes: dict[str, LazyTensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
 ) -> None:
-    """A state leaves out frozen matrices of files in 8 bits: they are those of the files."""
-    files, there = blueprint.keymap.source, planes.get(WEIGHTS, {})
-    lacking = [key for key in _trained_keys(blueprint) if key not in there]
-    frozen = [key for key in lacking if files is not None and key in files.scales]
+    """Add frozen FP8 matrices from the files of `like`: `engine.state_dict()` leaves them out, since nothing changes
+    them."""
+    files, in_state = blueprint.keymap.source, planes.get(WEIGHTS, {})
+    missing = [key for key in _param_keys(blueprint) if key not in in_state]
+    frozen = [key for key in missing if files is not None and key in files.scales]
     if files is not None and frozen and WEIGHTS in planes:
-        planes[WEIGHTS] = {**there, **{key: functools.partial(weights.whole_values, files, key) for key in frozen}}
+        planes[WEIGHTS] = {**in_state, **{key: functools.partial(weights.whole_values, files, key) for key in frozen}}
         shapes[WEIGHTS] = {**shapes[WEIGHTS], **{key: files.entries[key].shape for key in frozen}}
 
 
-def _check(source: Path, names: Iterable[str], planes: Mapping[str, Mapping[str, Any]], blueprint: Blueprint) -> None:
-    """That it is a state of this model. `planes`: the shapes."""
-    lacking = {*_trained_keys(blueprint)} - {*planes.get(WEIGHTS, {})}
-    if lacking or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*names}:
+def _check_state(
+    source: Path, names: Iterable[str], planes: Mapping[str, Mapping[str, Any]], blueprint: Blueprint
+) -> None:
+    """Refuse a state with missing keys, or of another model than the blueprint's. `planes`: the shapes."""
+    # Counters too: without them a resume would start at step 0 with the optimizer state of a later step.
+    missing = {*_param_keys(blueprint)} - {*planes.get(WEIGHTS, {})}
+    if missing or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*names}:
         raise CheckpointError(
-            f"{source} lacks {f'weights.{min(lacking)}' if lacking else COUNTERS}; give what "
-            "torch.distributed.checkpoint.save wrote of engine.state_dict(), and --like of the same model"
+            f"{source} lacks {f'weights.{min(missing)}' if missing else COUNTERS}; give a directory that "
+            "torch.distributed.checkpoint.save wrote from engine.state_dict(), and --like of the same model"
         )
-    due = {name: key.shape for name, key in blueprint.keymap.keys.items()} | _shapes_of_scales(blueprint)
+    expected = {name: key.shape for name, key in blueprint.keymap.keys.items()} | _shapes_of_scales(blueprint)
     for plane, shapes in planes.items():
         for key, shape in shapes.items():
-            if shape != due.get(key):
+            if shape != expected.get(key):
                 raise CheckpointError(
-                    f"{plane}.{key} is {shape} in {source}, and {due.get(key, 'nothing')} in {blueprint.directory}; "
-                    "give --like of the same model"
+                    f"{plane}.{key} is {shape} in {source}, and {expected.get(key, 'missing')} in "
+                    f"{blueprint.directory}; give --like of the same model"
                 )
 
 
-def _trained_keys(blueprint: Blueprint) -> Iterator[str]:
-    """Those of which parameters are made."""
+def _param_keys(blueprint: Blueprint) -> Iterator[str]:
+    """Yield the keys that hold parameters; other keys of the files are carried unchanged."""
     for param in blueprint.table:
         yield from _keys(blueprint, param)
 
@@ -178,41 +208,49 @@ def _shapes_of_scales(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
 
 
 def _keys(blueprint: Blueprint, param: Param) -> list[str]:
+    """Return the keys that hold one parameter: several, where files keep gate and up, or experts, apart."""
     return [block.key for block in weights.chosen(param, blueprint.keymap.choice).blocks]
 
 
-def _mapped(source: weights.Source, blueprint: Blueprint) -> Tensors:
-    """Return the tensors of parameters in the files, and scales of optimizer state. They are mapped, so they take no
-    memory until somebody reads them."""
-    wanted = {*_trained_keys(blueprint), *_shapes_of_scales(blueprint)}
+def _lazy_tensors(source: weights.Source, blueprint: Blueprint) -> LazyTensors:
+    """Return the tensors of parameters in the files, and scales of optimizer state. Files are memory-mapped, so a
+    tensor takes memory only while it is in use."""
+    wanted = {*_param_keys(blueprint), *_shapes_of_scales(blueprint)}
     keys = [key for key in source.entries if key in wanted]
-    return {key: lambda key=key: _tensor(source, key) for key in keys}  # type: ignore[misc] # mypy misses the default
+    return {key: lambda key=key: _read_tensor(source, key) for key in keys}  # type: ignore[misc] # mypy misses the default
 
 
-def _tensor(source: weights.Source, key: str) -> Tensor:
+def _read_tensor(source: weights.Source, key: str) -> Tensor:
+    """Return a tensor of the files, as stored; FP8 and 4-bit weights are dequantised."""
     if key in source.scales:
         return weights.whole_values(source, key)
     entry = source.entries[key]
     path, dtype = source.directory / entry.file, DTYPES[entry.dtype]
     whole = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     flat = whole[entry.start : entry.stop]
+    # `view(dtype)` needs an aligned start, which safetensors does not promise.
     return (flat if entry.start % dtype.itemsize == 0 else flat.clone()).view(dtype).view(entry.shape)
 
 
 def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
-    numbers = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
+    """Write the state dict that `engine.state_dict()` would return, as DCP files."""
+    counters = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
     loads = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
-    numbers["router_load"] = loads if len(loads) else loads.view(0, 0)  # of a model without experts
-    made = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
-    tensors = {plane: {named(key, each.dtype): each for key, each in keys.items()} for plane, keys in made.items()}
-    with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as whole:
-        disk.write_torch_files(whole, {**tensors, COUNTERS: numbers})
+    counters["router_load"] = loads if len(loads) else loads.view(0, 0)  # a model without experts
+    opened = {plane: {key: read() for key, read in keys.items()} for plane, keys in state.planes.items()}
+    tensors = {
+        plane: {state_key(key, each.dtype): each for key, each in keys.items()} for plane, keys in opened.items()
+    }
+    with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as folder:
+        disk.write_torch_files(folder, {**tensors, COUNTERS: counters})
     advance(sum(map(len, state.planes.values())))
     return target
 
 
 def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Export:
-    assert state.blueprint.directory is not None, "it was read from one"
+    """Plan the Hugging Face files to write. Float32 parameters (`A_log`) are never rounded."""
+    assert state.blueprint.directory is not None, "every kind of source has a directory with config.json"
+    # Without `dtype` each key keeps the dtype that the source's files (or those of `like`) have.
     keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype, state.keymap)
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
@@ -221,20 +259,21 @@ def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Ex
 
 
 def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
+    """Write a Hugging Face directory. It appears under its name only when it is complete."""
     export = _export(state, target, dtype)
-    with weights.atomic_directory(export.target()) as whole:
-        weights.write_small(export, whole)
-        weights.make_files(whole, export.keymap)
-        with Files(whole, export.keymap) as files:
-            _put(state, StateSet(WEIGHTS, export.keymap), files, advance)
+    with weights.atomic_directory(export.target()) as folder:
+        weights.write_small(export, folder)
+        weights.make_files(folder, export.keymap)
+        with Files(folder, export.keymap) as files:
+            _write_tensors(state, StateSet(WEIGHTS, export.keymap), files, advance)
             weights.copy_carried(files)
     return target
 
 
-def _put(state: State, plane: StateSet, files: Files, advance: Callable[[int], None]) -> None:
-    """Every key of a plane that parameters are made of; also those that hold one once more."""
+def _write_tensors(state: State, plane: StateSet, files: Files, advance: Callable[[int], None]) -> None:
+    """Write every key of a state set that holds a parameter, and copies of one (a tied head). Others are carried."""
     values = state.planes[WEIGHTS if plane.name == MASTER else plane.name]
-    copies = _copies(state.blueprint)
+    copies = _sources_of_copies(state.blueprint)
     for key in plane.keymap.keys.values():
         if key.name not in plane.keymap.carried:
             tensor = values[copies.get(key.name, key.name)]().to(DTYPES[key.dtype]).contiguous()
@@ -242,27 +281,34 @@ def _put(state: State, plane: StateSet, files: Files, advance: Callable[[int], N
             advance(int(plane.name != MASTER and key.name in values))
 
 
-def _copies(blueprint: Blueprint) -> dict[str, str]:
-    """The key that holds the same, of each that holds a parameter once more (a tied head)."""
+def _sources_of_copies(blueprint: Blueprint) -> dict[str, str]:
+    """Map each key that repeats a parameter (a tied head) to the key that it repeats."""
     layouts = [weights.chosen(param, blueprint.keymap.choice) for param in blueprint.table]
     return {copy.key: layout.blocks[0].key for layout in layouts for copy in layout.copies}
 
 
 def _state_dtypes(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, torch.dtype]]:
-    """Return a table with the scales that were found, and the dtypes of state and scales. All wide state has one."""
-    blueprint, found = state.blueprint, state.planes[state.of_optimizer[0]]
-    quantised = [name for name in trained if names_of_scales([name])[0] in found]
+    """Return the table with the scales of 8-bit state, and the dtypes of state and scales.
+
+    State that is not quantised has one dtype for all parameters, so one tensor tells.
+    """
+    blueprint, tensors = state.blueprint, state.planes[state.of_optimizer[0]]
+    quantised = [name for name in trained if names_of_scales([name])[0] in tensors]
     keys_of_wide = (_keys(blueprint, blueprint.table[name])[0] for name in trained if name not in quantised)
-    wide = next((found[key]().dtype for key in keys_of_wide), torch.float32)
+    wide = next((tensors[key]().dtype for key in keys_of_wide), torch.float32)
     dtypes = {name: torch.uint8 if name in quantised else wide for name in trained}
     return with_scales(blueprint.table, quantised), dtypes | dict.fromkeys(names_of_scales(quantised), torch.float32)
 
 
-def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
-    """A step in the folder `target`."""
+def _write_meshwright(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
+    """Write a Meshwright checkpoint, as `step-NNNNNN` in the folder `target`.
+
+    A parameter counts as trained if optimizer state has all of its keys.
+    """
     blueprint, extents = state.blueprint, Extents()
     keys_of_state = {*state.planes[state.of_optimizer[0]]}
     trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= keys_of_state]
+    # Trained weights are float32 in training: where files are narrower, the checkpoint gets masters.
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
     table, dtypes = _state_dtypes(state, trained)
     export = _export(state, target, dtype)
@@ -274,12 +320,14 @@ def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: 
     }  # fmt: skip
     with disk.Draft(target.absolute(), state.step) as draft:
         disk.write_beside(export, draft.path, trainer, extents)
-        for plane in (*planes, disk.random_plane({"host": 1}, 0)):  # of no rank
+        # No random generators: they belong to ranks, and no rank wrote this.
+        for plane in (*planes, disk.random_plane({"host": 1}, 0)):
             weights.make_files(draft.path, plane.keymap, extents, plane.folder)
         for plane in planes:
             with Files(draft.path, plane.keymap, extents, plane.folder) as files:
-                _put(state, plane, files, advance)
+                _write_tensors(state, plane, files, advance)
                 weights.copy_carried(files)
                 files.fsync()
+        # The manifest comes last: without it the directory counts as incomplete.
         disk.commit(draft, planes, [disk.write_part(draft.path, 0, extents)], about)
     return draft.final

@@ -1,4 +1,12 @@
-"""Train: agree on a step, run its micro-batches, finish the sums once, update."""
+"""The engine: agree on a step, run its micro-batches, reduce what FSDP leaves unreduced, clip, update.
+
+A step divides each term by the weight of the whole step before backward. So gradients are plain sums over micro-batches
+and ranks, and every split of a step into micro-batches gives the same result up to rounding. Averaging per micro-batch
+or per rank would weigh tokens unequally wherever target counts differ (torchtitan#2206).
+
+Every rank decides from the same numbers: the loss and the norm are all-reduced before any of them is compared with a
+bound. So all ranks clip by the same factor, and all raise or none.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +44,7 @@ from .agreement import (
 from .loss_terms import Terms
 from .losses import Loss, cross_entropy
 from .model import Model
-from .optimizer_state import COUNTERS, StateDict, check_same_keys, kept_by, planes_in_memory, take_planes
+from .optimizer_state import COUNTERS, StateDict, check_same_keys, planes_in_memory, state_layout, take_planes
 from .router import Router, refuse_pooled
 from .validation import (
     check_complete,
@@ -48,21 +56,24 @@ from .validation import (
     lr_of_step,
     norm_bound,
 )
-from .vision_sync import as_all_see, at_least, give_zeros, unused_in
+from .vision_sync import forced_tower_runs, sync_pictures, unused_tower_parameters, zero_gradients
 
+# Three float64: the shares of the loss and of the router's aux loss, and the number of ranks on which the loss failed.
 LOSS, NORM = Sum("the loss", DENSE, 24), Sum("the norm", DENSE, 8)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    step: int
+    """The results of one optimizer step, the same on all ranks."""
+
+    step: int  # counted from 1
     loss: float
     grad_norm: float
     lr: float
     num_targets: int  # over all data ranks and micro-batches
-    num_tokens: int  # without filler
-    expert_load: Tensor | None = None  # [layers of experts, experts]: tokens that each got
-    router_loss: float = 0.0  # the part of `loss` that is the router's
+    num_tokens: int  # without padding
+    expert_load: Tensor | None = None  # [MoE layers, experts]: tokens routed to each expert
+    router_loss: float = 0.0  # the router's aux loss, which `loss` includes
 
 
 class Engine:
@@ -71,11 +82,11 @@ class Engine:
     >>> engine = Engine(model, lr=1e-5)                        # doctest: +SKIP
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
-    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: "pooled" or "previous", which
+    `entropy=True` also passes `scores["entropy"]` to the loss. `router_aux`: "pooled" or "previous", which
     engine/router.py explains. `optimizer`: its options, such as `mw.AdamW(betas=(0.9, 0.99))`.
 
-    `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, the
-    optimizer).
+    `step` is `backward` (after it gradients are reduced, and equal on all ranks that hold them) and `update` (norm,
+    clipping, optimizer).
     """
 
     def __init__(
@@ -93,20 +104,20 @@ class Engine:
         check_inference_mode()
         check_engine(lr, loss, entropy)
         check_optimizer(optimizer)
-        self.kept = kept_by(model, optimizer)  # optimizer state
+        self.state_layout = state_layout(model, optimizer)
         refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
-        self.steps = self.tokens = 0  # that were trained
-        self.saving: SaveJob | None = None  # what `mw.save(..., wait=False)` left
+        self.steps = self.tokens = 0  # trained so far; tokens without padding
+        self.saving: SaveJob | None = None  # the running `mw.save(..., wait=False)`
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
             known = ", ".join(model.blueprint.scores)
-            raise ConfigError(f"entropy=True, but the head of this model gives only {known}")
+            raise ConfigError(f"entropy=True, but the head of this model computes only {known}; leave it out")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
         decayed = {p.name for p in model.table if p.decay}
         spec, whole = model.blueprint.spec, optimizer.needs_whole_matrix
         matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
-        self.optimizer = LocalOptimizer(optimizer, decayed, self.kept.places(), matrices)
+        self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices)
         self._terms, self.trained = Terms(model, self.want), model.trained
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
@@ -118,44 +129,52 @@ class Engine:
 
     @names_lost_ranks()
     def step(self, batches: Sequence[Batch]) -> StepRecord:
-        """`backward` and `update`. The host waits for the device once, for all that it must know before the update."""
+        """Run `backward` and `update` of one optimizer step, and return its record.
+
+        The host waits for the device once: loss, norm and expert load are copied together. Each wait drains the queue
+        of kernels, and the device idles until the host has filled it again.
+        """
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
         with self._discards_on_error(), region("forward and backward"):
-            sums, grads = self._sum(self._backward(batches, step)), self.model.grads()
-            found = self.model.mesh.to_host([sums, self._norm(grads), self.router.load_LE])
-            of_terms, of_router = self._told(found[0])
-            loss = self._finite(of_terms + of_router, "loss")
-            norm = self._finite(found[1].item(), "gradient norm")
+            reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
+            shares, norms, load = self.model.mesh.to_host([reduced, self._norm(grads), self.router.load_LE])
+            term_loss, router_loss = self._checked_shares(shares)
+            loss = self._finite(term_loss + router_loss, "loss")
+            norm = self._finite(norms.item(), "gradient norm")
         with region("update"):
             self._apply(step, grads, norm)
-        load = found[2] if self.router.balance.num_layers else None
-        return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, load, of_router)
+        expert_load = load if self.router.balance.num_layers else None
+        return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, expert_load, router_loss)
 
     @names_lost_ranks()
     def backward(self, batches: Sequence[Batch]) -> float:
-        """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
+        """Compute the gradients of the loss over all micro-batches of all data ranks. Leave them on the parameters, and
+        return the loss."""
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
         with self._discards_on_error():
-            of_terms, of_router = self._summed(self._backward(batches, step))
-            loss = self._finite(of_terms + of_router, "loss")
-        self.model.calls.pending = replace(step, router_loss=of_router)
+            term_loss, router_loss = self._reduced_shares(self._backward(batches, step))
+            loss = self._finite(term_loss + router_loss, "loss")
+        self.model.calls.pending = replace(step, router_loss=router_loss)
         return loss
 
     def _backward(self, batches: Sequence[Batch], step: Step) -> Tensor:
-        """The same up to the loss: this rank's shares of it, on the device."""
+        """Leave reduced gradients on the parameters. Return this rank's shares of the loss and of the router's aux
+        loss, on the device."""
 
         def term(batch: Batch, scores: Scores | None) -> tuple[Tensor | None, Tensor]:
-            aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
-            if scores is None:  # a stage without a head
+            # Forward has counted the routed tokens. The gradient of the aux loss depends on these counts, and backward
+            # reads it from `Balance.slope_E`.
+            aux = self.router.set_slope(step.num_tokens, step.num_batches)
+            if scores is None:  # a pipeline stage without the head
                 return None, torch.stack([torch.zeros_like(aux), aux])
             loss = self._share(batch, scores, step)
             check_trainable(loss)
             return loss, torch.stack([loss.detach().double(), aux])
 
-        here = self._here(batches, step)
-        shares = parallel.run(self.model, here, self.want, term, f"step {self.steps}")
+        local = self._local_batches(batches, step)
+        shares = parallel.run(self.model, local, self.want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
         self.router.sum_load()
@@ -163,7 +182,7 @@ class Engine:
 
     @names_lost_ranks()
     def update(self) -> float:
-        """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
+        """Clip and apply the gradients that `backward` left. Return their norm before clipping."""
         step, grads = self._pending(), self.model.grads()
         check_complete(grads, self.model.trainable)
         with self._discards_on_error():
@@ -172,8 +191,11 @@ class Engine:
         return norm
 
     def _apply(self, step: Step, grads: Mapping[str, Tensor], norm: float) -> None:
+        """Clip the gradients, update parameters and optimizer state, and count the step."""
         with self._marked_half_updated():
-            if grads and step.max_norm is not None and norm > step.max_norm:  # a stage may have none
+            # The norm is of the whole model, so every rank scales by the same factor. torch's clip_grad_norm_ would
+            # count replicated elements several times. A pipeline stage may have no gradients.
+            if grads and step.max_norm is not None and norm > step.max_norm:
                 torch._foreach_mul_([*grads.values()], step.max_norm / norm)
             self.optimizer.step(self.model.to_update(), grads, step.lr)
             self.router.trained()
@@ -184,18 +206,17 @@ class Engine:
 
     @names_lost_ranks()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """The loss over all data ranks, without the router's; nothing changes."""
+        """Return the loss over all data ranks, without the router's aux loss. Change nothing."""
         doing(f"evaluation before step {self.steps}")
         step = self._agree(EVALUATE, batches)
         term = lambda batch, scores: self._share(batch, scores, step).double()  # noqa: E731 - one line reads better
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
-        shares[0] = sum(
-            parallel.run_forward(self.model, self._here(batches, step), self.want, term)
-        )  # 0 without a head
-        return self._summed(shares)[0]
+        # A pipeline stage without the head has no terms: its share stays 0.
+        shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), self.want, term))
+        return self._reduced_shares(shares)[0]
 
     def wait(self) -> None:
-        """Until the save that runs beside the training is a checkpoint. Raises if it failed."""
+        """Wait until an asynchronous save is complete. Raise if it failed."""
         if self.saving is not None:
             self.saving.wait()
             failure, self.saving = self.saving.failure, None
@@ -203,7 +224,10 @@ class Engine:
                 raise failure
 
     def settle_saving(self, *, wait: bool = False) -> None:
-        """Raise if the save beside the training has failed: on rank 0, which all others hear."""
+        """Raise on rank 0 if an asynchronous save has failed; `wait`: wait for it first.
+
+        It runs inside of an agreement, which raises on the other ranks too.
+        """
         if self.saving is not None and (wait or not self.saving.is_running):
             self.saving.wait()
             failure, self.saving = self.saving.failure, None
@@ -211,37 +235,44 @@ class Engine:
                 raise failure
 
     def state_dict(self) -> StateDict:
-        """Weights, optimizer state and counters under the names of the files, for `torch.distributed.checkpoint` alone.
+        """Return weights, optimizer state and counters by the names of the files, for `torch.distributed.checkpoint`.
 
-        Its tensors are live: what is loaded into them is in the engine, and `load_state_dict` then takes the counters.
+        Its tensors are live memory: loading into them changes the engine, and `load_state_dict` then reads the
+        counters.
         """
         check_ready(self.model, self.trained)
-        numbers = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
-        numbers |= {"router_load": self.router.trained_load.clone()}
-        return {**planes_in_memory(self.model, self.optimizer, self.kept), COUNTERS: numbers}
+        counters = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
+        counters |= {"router_load": self.router.trained_load.clone()}
+        return {**planes_in_memory(self.model, self.optimizer, self.state_layout), COUNTERS: counters}
 
     @names_lost_ranks()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what `state_dict` returned, filled by `torch.distributed.checkpoint.load`. All ranks call it."""
+        """Continue from the result of `state_dict`, filled by `torch.distributed.checkpoint.load`. All ranks call it.
+
+        Whole tensors of the same names and shapes are accepted too.
+        """
 
         def take() -> None:
-            mine = self.state_dict()
-            check_same_keys(mine, state)
-            numbers = state[COUNTERS]
-            take_planes({name: mine[name] for name in mine if name != COUNTERS}, state)
-            self.steps = self.optimizer.steps = int(numbers["step"])
-            self.tokens = int(numbers["tokens"])
-            self.router.resume(numbers["router_load"].tolist())
+            own = self.state_dict()
+            check_same_keys(own, state)
+            counters = state[COUNTERS]
+            take_planes({name: own[name] for name in own if name != COUNTERS}, state)
+            self.steps = self.optimizer.steps = int(counters["step"])
+            self.tokens = int(counters["tokens"])
+            self.router.resume(counters["router_load"].tolist())
 
-        self.model.mesh.together(take, "the taking of a state dict", CheckpointError, "the state dict was not taken")
+        self.model.mesh.together(take, "load_state_dict", CheckpointError, "the state dict was not loaded")
 
     def discard(self) -> None:
-        """Forget the gradients, also those of a step that failed half way, and what it counted."""
+        """Drop the gradients and the expert counts, also of a step that failed half-way. No collective."""
         self.router.forget()
         self.model.forget_grads()
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
-        """The norm of finished gradients, given as each rank stores them: every element of the model counts once."""
+        """Return the global norm of reduced gradients, from the pieces that each rank stores.
+
+        Every element of the model counts once: its owner adds it, and other holders of the same element do not.
+        """
         (norm,) = self.model.mesh.to_host([self._norm(grads)])
         return norm.item()
 
@@ -250,41 +281,49 @@ class Engine:
         return mesh.all_reduce_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
 
     def _finish(self, step: Step) -> None:
-        """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
-        grads, unused = self.model.grads(), unused_in(self.model, step.pictures)
+        """Reduce gradients over the axes that FSDP leaves out, such as tp for norms. Do so once a step: a second
+        all-reduce would multiply the gradients by the number of ranks."""
+        grads, unused = self.model.grads(), unused_tower_parameters(self.model, step.pictures)
         check_complete(grads, [name for name in self.model.trainable if name not in unused])
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
-        give_zeros(self.model, unused)
+        zero_gradients(self.model, unused)
 
     def _share(self, batch: Batch, scores: Scores, step: Step) -> Tensor:
-        """This rank's share of the loss of a micro-batch, without the router's."""
+        """Return this rank's share of the loss of a micro-batch, without the router's aux loss.
+
+        The divisor is the weight of the whole step, so shares add up to the loss, and no reduction averages.
+        """
         return self._terms(self.loss, batch, scores).sum() / step.weight
 
-    def _summed(self, shares: Tensor) -> list[float]:
-        """The shares of all ranks."""
-        (found,) = self.model.mesh.to_host([self._sum(shares)])
-        return self._told(found)
+    def _reduced_shares(self, shares: Tensor) -> list[float]:
+        """Return the loss shares summed over all ranks, on the host."""
+        (reduced,) = self.model.mesh.to_host([self._reduce_shares(shares)])
+        return self._checked_shares(reduced)
 
-    def _sum(self, shares: Tensor) -> Tensor:
-        """The shares of all ranks, and on how many ranks the loss has failed: on the device."""
+    def _reduce_shares(self, shares: Tensor) -> Tensor:
+        """All-reduce the loss shares, and the number of ranks on which the loss failed. The result stays on the
+        device."""
         failed = shares.new_full((1,), float(self._terms.failure is not None))
         return self.model.mesh.all_reduce_(torch.cat([shares, failed]), LOSS)
 
-    def _told(self, sums: Tensor) -> list[float]:
-        """The shares. Where the loss failed on a rank, every rank raises now: no rank waits any more."""
-        *summed, num_failed = sums.tolist()
+    def _checked_shares(self, reduced: Tensor) -> list[float]:
+        """Return the reduced shares. If the loss failed on any rank, raise on all ranks.
+
+        All collectives of the step are over by now, so raising leaves no rank waiting.
+        """
+        *shares, num_failed = reduced.tolist()
         if num_failed:
             failure, self._terms.failure = self._terms.failure, None
             self.model.mesh.all_or_none(failure, f"the loss of step {self.steps}")
-        return summed
+        return shares
 
-    def _here(self, batches: Sequence[Batch], step: Step) -> list[Batch]:
-        """All batches on the device."""
-        seen = as_all_see(batches, step.pictures, self.model.blueprint.module.tower)
-        return [batch.to(self.model.mesh.device) for batch in seen]
+    def _local_batches(self, batches: Sequence[Batch], step: Step) -> list[Batch]:
+        """Copy this rank's batches to the device, with pictures in the micro-batches in which any rank has some."""
+        synced = sync_pictures(batches, step.pictures, self.model.blueprint.module.tower)
+        return [batch.to(self.model.mesh.device) for batch in synced]
 
     def _agree(self, call: str, batches: Sequence[Batch]) -> Step:
-        """What all ranks must have in common and know of each other before a step."""
+        """Compare settings and data between ranks, and return the step that they make together."""
 
         def propose() -> Proposal:
             self.settle_saving()
@@ -298,41 +337,42 @@ class Engine:
             return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None
-        proposal, told = agree(self.model, call, propose)
+        proposal, gathered = agree(self.model, call, propose)
         if not self.model.mesh.rank:
-            warn_of_same_data(told, self.model.mesh.num_data_ranks)
-        step = whole_step(proposal, told, self.model.mesh)
-        runs = at_least(self.model, step.num_batches) if call == STEP else 0
+            warn_of_same_data(gathered, self.model.mesh.num_data_ranks)
+        step = whole_step(proposal, gathered, self.model.mesh)
+        runs = forced_tower_runs(self.model, step.num_batches) if call == STEP else 0
         return replace(step, pictures=step.pictures | runs, owner=self)
 
     def _settings(self) -> dict[str, object]:
+        """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
         loss = self.loss if inspect.isroutine(self.loss) else type(self.loss)
         return {
             "the step": self.steps,
             "the loss": loss.__qualname__,
             "router_aux": self.router.mode,
-            "what the loss gets": self.want,
+            "the score that the loss gets": self.want,
         }
 
     def _pending(self) -> Step:
-        """The step whose gradients wait for an update, if they are this engine's."""
+        """Return the step whose gradients wait for an update. Refuse gradients of another engine."""
         check_inference_mode()
         self.model.check_whole()
         step = self.model.calls.pending
         if not isinstance(step, Step) or step.owner is not self:
-            whose = "those of another engine" if step else "no gradients"
-            raise StateError(f"update() of step {self.steps} found {whose}; call backward(batches) first")
+            pending = "gradients of another engine" if step else "no gradients"
+            raise StateError(f"update() of step {self.steps} has {pending}; call backward(batches) first")
         return step
 
     def _finite(self, number: float, what: str) -> float:
-        """It is the same number on all ranks, so all raise or none."""
+        """Return the number, or raise before any parameter changes. It is equal on all ranks, so all raise or none."""
         if not math.isfinite(number):
             raise NonFiniteError(f"the {what} of step {self.steps} is {number}; no parameter was changed")
         return number
 
     @contextlib.contextmanager
     def _discards_on_error(self) -> Iterator[None]:
-        """Half a step of gradients must not be added to the next one."""
+        """Drop all gradients if the body raises: else the next step would add to the gradients of half a step."""
         try:
             yield
         except BaseException:
@@ -341,8 +381,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _marked_half_updated(self) -> Iterator[None]:
-        """No call goes on with a model whose update was cut off, by Ctrl-C for example: an error leaves the mark."""
+        """Mark the model as half updated while the body runs. If an error or Ctrl-C ends it, the mark stays, and
+        `Model.check_whole` refuses all later calls."""
         calls = self.model.calls
-        calls.half_updated = f"the update of step {self.steps} was cut off, and some parameters may be changed"
+        calls.half_updated = f"the update of step {self.steps} was interrupted, and some parameters may be changed"
         yield
         calls.half_updated = ""

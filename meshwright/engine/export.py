@@ -1,4 +1,9 @@
-"""What leaves the engine: tensors under their Hugging Face names, and whole directories."""
+"""Export: tensors by their Hugging Face names, one at a time, and whole directories.
+
+An export has the key names, file layout and dtypes of the source, so whatever reads the source reads the export. All
+ranks first agree on the options and prove that their pieces tile every parameter; then each rank writes its own rows
+into the same files.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +34,27 @@ def stream(
     *,
     format: str = "values",  # noqa: A002 - the word of users
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
+    """Yield (Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
 
-    All ranks must run through it; the others get nothing. It holds a few tensors (64 MiB) at a time. Weights come in
-    the dtype of the source, gradients in float32. Tensors that are not trained (`mtp.*`) are left out.
+    All ranks must exhaust the iterator; other ranks get no items. It holds a few tensors (64 MiB) at a time. Weights
+    come in the dtype of the source, gradients in float32. Tensors outside the model (`mtp.*`) are left out.
 
-    Where the source is in 8 bits, weights are values in the dtype of `config.json`. With `format="source"` or `"fp8"`
-    they are the numbers and scales that `export` would write.
+    If the source is in 8 bits, weights are dequantised to the dtype of `config.json`. With `format="source"` or `"fp8"`
+    they are the FP8 codes and scales that `export` would write.
     """
     with names_lost_ranks():
         yield from _streamed(model, which, format)
 
 
 def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor]]:
+    """Agree on what to stream, then all-gather and yield tensor by tensor."""
+
     def propose() -> Proposal:
         if which != "weight" and form != "values":
             raise ConfigError(
                 f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
             )
-        stored, written = _stored(model, which), _in_format(model.keymap, model, form)
+        stored, written = _stored_tensors(model, which), _in_format(model.keymap, model, form)
         _check_shapes(stored, model.pieces)
         if written.scales:
             weights.check_scaled(model.stored_model(stored), written)
@@ -56,12 +63,14 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
         return Proposal(settings={"format=": form})
 
     agree(model, f"stream(which={which!r})", propose)
-    stored_model, dtypes = model.stored_model(_stored(model, which)), None
+    stored_model, dtypes = model.stored_model(_stored_tensors(model, which)), None
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
-    if which == "grad":  # as they are kept; of what is trained, on whatever rank
+    # A file tensor has a gradient if all parameters in it are trained, on any rank. Gradients keep their own dtype.
+    if which == "grad":
         made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
         keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
     written = _in_format(model.keymap, model, form)
+    # Tensors to be quantised are gathered as float32 values, from which `quantised_tensors` makes codes and scales.
     wide = [key._replace(dtype="F32") if key.name in written.scales else key for key in keys]
     for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
         if key.name in written.scales:
@@ -71,8 +80,11 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
 
 
 def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap:
-    """As it is written. 8-bit numbers are made of what products see of a weight: whoever reads them has what was
-    trained."""
+    """Return the key map in a format of `FORMATS`.
+
+    FP8 codes are quantised from weights in the compute dtype, which is what matmuls saw in training: so a reader
+    computes with the weights that were trained.
+    """
     if form not in FORMATS:
         raise ConfigError(f"format={form!r} is unknown; choose from {', '.join(map(repr, FORMATS))}")
     keymap = replace(keymap, used=model.dtype)
@@ -82,7 +94,7 @@ def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMa
 
 
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
-    """`stream` as a dict: whole on rank 0, empty elsewhere."""
+    """Collect `stream` in a dict: complete on rank 0, empty on other ranks."""
     return dict(stream(model, which))
 
 
@@ -91,14 +103,16 @@ def export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
     keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
-    """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
-    none of the float32 parameters; or with `format="fp8"` matrices in 8 bits, in blocks of 128 x 128).
+    """Write a Hugging Face directory, with the files, keys, layouts and dtypes of the source. All ranks call it.
 
-    It appears whole or not at all. With `overwrite`, it may take the place of an earlier export, which is kept until
-    then. A critic that was made here of a language model says so, and its vocabulary head, which nobody trained, is
-    left out unless `keep_lm_head`. All ranks call it.
+    `dtype`: another dtype for weights; float32 parameters are never rounded. `format="fp8"`: matrices in FP8, with one
+    scale per block of 128 x 128. The directory appears complete or not at all. With `overwrite` it may replace an
+    earlier export, which stays until the new one is complete. If a value head was added to a language model, the config
+    becomes that of a classifier, and the untrained vocabulary head is left out unless `keep_lm_head`.
     """
-    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head, _form(dtype, format)))
+    planned = _agreed_export(
+        model, "export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
+    )
     weights.write_directory(model.stored_model(model.values()), planned)
 
 
@@ -107,33 +121,40 @@ def check_export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
     keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
-    """Refuse at once, on all ranks, what `export` with the same arguments would refuse: call it before the training.
+    """Refuse, on all ranks, whatever `export` with the same arguments would refuse. Call it before training.
 
-    It writes nothing. Only what the weights will be by then is not known.
+    It writes nothing. It cannot know the weights that training will produce, so an overflow shows up only in `export`.
     """
-    planned = _planned(model, "check_export", directory, Choices(dtype, overwrite, keep_lm_head, _form(dtype, format)))
+    planned = _agreed_export(
+        model, "check_export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
+    )
     weights.check_export(model.mesh, planned)
 
 
 @dataclass(frozen=True)
-class Choices:
+class ExportOptions:
+    """The arguments of an export, which all ranks must agree on."""
+
     dtype: torch.dtype | None = None
     overwrite: bool = False
     keep_lm_head: bool = False
-    form: str = "values"  # or another of FORMATS
+    form: str = "values"  # one of FORMATS
 
 
-def _form(dtype: torch.dtype | None, given: str | None) -> str:
-    if dtype is not None and given is not None:
-        raise ConfigError(f"dtype={dtype}, format={given!r}: give one of them; a dtype is for values")
-    return given or ("source" if dtype is None else "values")
+def _format_of(dtype: torch.dtype | None, form: str | None) -> str:
+    """Return the format to write. Without arguments it is that of the source, 8-bit formats included."""
+    if dtype is not None and form is not None:
+        raise ConfigError(f"dtype={dtype}, format={form!r}: give one of them; a dtype needs format='values'")
+    return form or ("source" if dtype is None else "values")
 
 
-def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: Choices) -> weights.Export:
-    """What all ranks have agreed to write."""
+def _agreed_export(
+    model: Model, call: str, directory: str | os.PathLike[str], choices: ExportOptions
+) -> weights.Export:
+    """Compare the arguments between ranks, and return the export that all ranks will write."""
     check_is_model(model)
     if not isinstance(directory, str | os.PathLike):
-        raise ExportError(f"{directory!r} is no path; give the directory to write")
+        raise ExportError(f"{directory!r} is not a path; give the directory to write")
 
     def propose() -> Proposal:
         check_pieces(model, model.stored(), model.pieces)
@@ -141,17 +162,19 @@ def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices
         return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
     agree(model, call, propose)
-    return exported(model, weights.path_of(directory).absolute(), choices)
+    return export_plan(model, weights.path_of(directory).absolute(), choices)
 
 
-def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
+def export_plan(model: Model, at: Path, choices: ExportOptions) -> weights.Export:
+    """Return the files, keys and config of an export, without writing."""
     return weights.Export(_keymap(model, choices), _config(model, choices), model.small, at, choices.overwrite)
 
 
 def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
-    """Before a byte is written: this rank holds what `pieces` say, and what the ranks write tiles each parameter.
+    """Check, before a byte is written, the shapes of this rank's tensors and the tiling of each parameter.
 
-    The second is arithmetic and the same on all ranks, so each of them proves a share of it.
+    Ranks must write each row exactly once: a gap would leave zeros in a file without an error. The tiling is the same
+    arithmetic on all ranks, so each rank checks a share of the parameters.
     """
     spec, mesh = model.blueprint.spec, model.mesh
     _check_shapes(values, pieces)
@@ -160,23 +183,27 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
 
 
 def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
-    live = values.stored if isinstance(values, weights.Values) else values  # no values are made to see their shapes
-    for name, held in live.items():
-        if held.shape != pieces[name].shape:
+    """Refuse tensors of another shape than this rank's pieces."""
+    live = (
+        values.stored if isinstance(values, weights.Values) else values
+    )  # codes have the same shapes: no dequantising
+    for name, tensor in live.items():
+        if tensor.shape != pieces[name].shape:
             raise ExportError(
-                f"{name} is stored as {tuple(held.shape)}, and {pieces[name].shape} is this rank's piece of it; "
-                "nothing was written. Something has replaced the parameter: load the model again"
+                f"{name} is stored as {tuple(tensor.shape)}, but this rank's piece is {pieces[name].shape}; nothing "
+                "was written. Something has replaced the parameter: load the model again"
             )
 
 
-def refuse_overflow(model: Model, choices: Choices) -> None:
-    """Nobody would see a weight that became infinite on its way into a file."""
+def refuse_overflow(model: Model, choices: ExportOptions) -> None:
+    """Refuse to round a finite weight to infinity: the file would look fine, and the model would not."""
     _refuse_overflow(model, _keymap(model, choices))
 
 
-def _keymap(model: Model, choices: Choices) -> weights.KeyMap:
+def _keymap(model: Model, choices: ExportOptions) -> weights.KeyMap:
+    """Return the keys of an export, with their dtypes."""
     keymap = model.keymap
-    if _is_new_critic(model) and not choices.keep_lm_head:
+    if _has_new_value_head(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
     if choices.dtype is None:
         return _in_format(keymap, model, choices.form)
@@ -185,18 +212,21 @@ def _keymap(model: Model, choices: Choices) -> weights.KeyMap:
     return keymap.recast(choices.dtype, exact)
 
 
-def _is_new_critic(model: Model) -> bool:
-    """Whether its value head was made here, on a language model."""
+def _has_new_value_head(model: Model) -> bool:
+    """Tell whether the value head was added to a language model, rather than read from files."""
     source, module = model.keymap.source, model.blueprint.module
-    made_here = source is None or SCORE not in source.entries
-    return made_here and "values" in module.scores and module.shape.labels.new
+    is_new = source is None or SCORE not in source.entries
+    return is_new and "values" in module.scores and module.shape.labels.new
 
 
-def _config(model: Model, choices: Choices) -> dict[str, Any]:
-    """A new critic is no language model any more. It has one label unless its config says otherwise, which must then be
-    stated, because others assume two. Where transformers has no class for it, no class is named."""
+def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
+    """Return the config.json of an export.
+
+    A new value head changes the architecture to a classifier. Its number of labels is written out if it is 1, since
+    transformers assumes 2. If transformers has no classifier class for the family, no architecture is named.
+    """
     config = weights.exported_config(model.config, choices.dtype, _keymap(model, choices))
-    if not _is_new_critic(model):
+    if not _has_new_value_head(model):
         return config
     config["architectures"] = [classifier_of(model.config)]
     if config["architectures"] == [""]:
@@ -206,8 +236,13 @@ def _config(model: Model, choices: Choices) -> dict[str, Any]:
 
 
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
+    """Compare the largest local magnitude of each parameter with the dtypes of its keys.
+
+    A key in FP8 is skipped: its scales bring every weight into range. So is a dtype with the range of the stored one.
+    """
     made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.values()
-    most_of = functools.cache(lambda name: torch.linalg.vector_norm(stored[name], torch.inf))  # of many keys
+    # Cached, since fused experts have one parameter and hundreds of keys.
+    most_of = functools.cache(lambda name: torch.linalg.vector_norm(stored[name], torch.inf))
     for key in keymap.keys.values():
         for part, _ in [] if key.name in keymap.scales else made_of.get(key.name, []):
             dtype = weights.DTYPES[key.dtype]
@@ -222,12 +257,13 @@ def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
                 )
 
 
-def _stored(model: Model, which: str) -> Mapping[str, Tensor]:
+def _stored_tensors(model: Model, which: str) -> Mapping[str, Tensor]:
+    """Return this rank's weights or gradients. Refuse to stream gradients before a backward."""
     if which == "weight":
         return model.values()
     if which != "grad":
         raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
     grads = model.grads()
     if not grads and model.trainable:  # a pipeline stage may have nothing to train
-        raise StateError("there are no gradients; call engine.backward(batches) and not yet update()")
+        raise StateError("the model has no gradients; call engine.backward(batches), and update() only afterwards")
     return grads

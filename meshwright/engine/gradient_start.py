@@ -1,8 +1,9 @@
-"""How far backward reaches: what it sends in the part in which gradients begin.
+"""The collectives of backward in the part of the model where gradients begin, counted on the meta device.
 
-Behind that part a gradient passes every door. Within it only what is computed from a trained parameter has a gradient,
-and what runs again may end early. Autograd alone knows both. So the part runs forward and backward on the meta device,
-where nothing is computed, and its collectives are counted.
+If the first layers are frozen, backward ends in the part (a layer or the head) with the first trained parameter. After
+that part a gradient passes every door, so the declarations give the bill. Inside of it only tensors computed from a
+trained parameter have a gradient, and recomputation may stop early. Only autograd knows both. So the part runs forward
+and backward on the meta device, where nothing is computed, and its collectives are counted (decision 0009).
 """
 
 from __future__ import annotations
@@ -20,48 +21,51 @@ from ..models import Decoder
 from ..sharding import ShardingSpec, Stage, begins_in
 from ..watch import waits_at
 
-_TOKENS = 64  # of a rank: more than a convolution or a chunk of the delta rule asks of its neighbours
+_TOKENS = 64  # per rank: more than a convolution or a chunk of the delta rule needs from its neighbours
 
 
 def begun_backward(
     spec: ShardingSpec, axes: Axes, rank: int, compute: torch.dtype, trained: Collection[str]
 ) -> dict[str, Counter[str]]:
-    """Return how often backward sends something at each place, such as "layers.3.mixer.enter, backward", by the part in
-    which gradients begin in a stage of this rank. Needs the model on the meta device, as it is before it is placed."""
-    if axes.tp * axes.cp * axes.ep == 1:
+    """Count the collectives of backward in each part where gradients begin in a stage of this rank.
+
+    Return counts by part, and then by place, such as "layers.3.mixer.enter, backward". It needs the model on the meta
+    device, before it is placed.
+    """
+    if axes.tp * axes.cp * axes.ep == 1:  # no doors: FSDP's own collectives do not depend on where gradients begin
         return {}
-    paper, found = FakeMesh(axes, rank), dict[str, Counter[str]]()
+    fake_mesh, counts = FakeMesh(axes, rank), dict[str, Counter[str]]()
     for stage in spec.stages(axes, rank):
         part = begins_in(stage, spec, axes, trained, pictures=False)
         if part:
-            alone = _alone(spec, stage, part, paper, compute)
-            for name, parameter in alone.named_parameters():
+            copy = _copy_of_part(spec, stage, part, fake_mesh, compute)
+            for name, parameter in copy.named_parameters():
                 parameter.requires_grad_(name in trained)
-            found[part] = _sent(alone, axes, compute)
-    return found
+            counts[part] = _count_backward(copy, axes, compute)
+    return counts
 
 
-def _alone(spec: ShardingSpec, stage: Stage, part: str, paper: FakeMesh, compute: torch.dtype) -> Decoder:
-    """Return a part of a stage on the meta device, which is given tokens and looks up none."""
+def _copy_of_part(spec: ShardingSpec, stage: Stage, part: str, fake_mesh: FakeMesh, compute: torch.dtype) -> Decoder:
+    """Return a meta copy of one part of a stage. It gets activations instead of tokens, so it has no embedding."""
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    return meta_copy(spec, whole, paper, compute, spec.recipe.memory, [*map(int, numbers)])
+    return meta_copy(spec, whole, fake_mesh, compute, spec.recipe.memory, [*map(int, numbers)])
 
 
-def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:
-    """Count what backward sends, given tokens without a gradient."""
-    x_TD = torch.empty(_TOKENS, sketch.shape.width, dtype=compute, device="meta")
-    counted = _Counted()
-    with counted:
-        out = forward(sketch, axes, _TOKENS * axes.cp * axes.tp, x_TD)
-        counted.places.clear()
+def _count_backward(part: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:
+    """Count the collectives of backward, for an input that has no gradient."""
+    x_TD = torch.empty(_TOKENS, part.shape.width, dtype=compute, device="meta")
+    counter = _CollectiveCounter()
+    with counter:
+        out = forward(part, axes, _TOKENS * axes.cp * axes.tp, x_TD)
+        counter.places.clear()  # of forward
         torch.autograd.backward(out, torch.empty_like(out))
-    return counted.places
+    return counter.places
 
 
-class _Counted(MetaKernels):
-    """Counts the collectives that run within it, by their place."""
+class _CollectiveCounter(MetaKernels):
+    """A dispatch mode that counts collectives by the place that issues them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""A model on a mesh: its blueprint, placed and filled."""
+"""A model on a mesh: a blueprint whose parameters are placed on ranks and filled from files.
+
+The blueprint knows every parameter of every rank before a byte is read. So memory is checked first, each rank reads
+just the bytes that it stores, and no rank needs room for the whole model.
+"""
 
 from __future__ import annotations
 
@@ -61,217 +65,237 @@ from ..weights import (
     rows_of,
 )
 from .gradient_start import begun_backward
-from .validation import check_loading, check_unquantised, spelled_out
+from .validation import check_loading, check_unquantised, show_fields_in_help
 
 
 @dataclass
-class Calls:
-    """What calls on a model leave behind for the next ones."""
+class CallState:
+    """The state that calls on a model leave for later calls."""
 
-    shared_id: int = 0  # of the models that all ranks have used together, the first being 1; 0 before
-    pending: object | None = None  # the step whose gradients lie on the parameters
-    half_updated: str = ""  # which update was cut off: the parameters are then worth nothing
-    in_loss: bool = False  # its loss is being computed, which must not run it
-    loaded: dict[str, tuple[Tensor, int]] = field(
-        default_factory=dict
-    )  # 8-bit numbers, and how often they were written
+    shared_id: int = 0  # models are numbered from 1, in the order in which all ranks first used them; 0: not yet
+    pending: object | None = None  # the step whose gradients are on the parameters
+    half_updated: str = ""  # the update that was interrupted: the parameters are then a mixture of two steps
+    in_loss: bool = False  # true while the user's loss runs, which must not call its own model
+    # FP8 codes as loaded, each with the version counter of its tensor, which torch raises with every in-place write.
+    loaded: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Model:
-    """This rank's part of a model. Made by `load` or `init`."""
+    """This rank's part of a model. `load` and `init` make it."""
 
     mesh: Mesh
     blueprint: Blueprint
     stages: tuple[Stage, ...]  # the pipeline stages of this rank
-    low: parallel.Fp8Gather  # the parameters that come to them in 8 bits
-    trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
-    small: SmallFiles  # beside its weights, kept by rank 0, which writes them
+    low: parallel.Fp8Gather  # the parameters that FSDP all-gathers as FP8 codes
+    trained: tuple[str, ...]  # the names of all trained parameters, on any rank
+    small: SmallFiles  # tokenizer and other small files; rank 0 holds them, because it writes exports
     begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `sharding.Work.begins`
     bytes_read: int = 0
-    load_bill: tuple[Charge, ...] = ()  # what loading sent and received
-    calls: Calls = field(default_factory=Calls)
+    load_bill: tuple[Charge, ...] = ()  # the collectives of loading
+    calls: CallState = field(default_factory=CallState)
 
     @property
     def parts(self) -> tuple[Decoder, ...]:
+        """Return the modules of this rank, one per pipeline stage."""
         return tuple(stage.module for stage in self.stages)
 
     @property
     def line(self) -> Line:
-        """Which stages there are, and who has them."""
+        """Return the map from pipeline stages to ranks."""
         return self.blueprint.spec.line(self.mesh.axes.pp)
 
     @property
     def recipe(self) -> Recipe:
-        """How the model is run, with open options decided."""
+        """Return how the model is run, with all open options decided."""
         return self.blueprint.recipe
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype."""
+        """Return the compute dtype."""
         return self.blueprint.compute
 
     @property
     def pipeline(self) -> Pipeline:
+        """Return the pipeline options, with `hold` decided."""
         return self.recipe.pipeline
 
     @property
     def gathers_once(self) -> bool:
-        """Whether parameters are gathered once a step, and not for each micro-batch."""
+        """Tell whether parameters are all-gathered once a step instead of once a micro-batch."""
         return self.blueprint.spec.gathers_once(self.mesh.axes.pp)
 
     @property
     def sums_once(self) -> bool:
-        """Whether gradients are summed once a step, after the last micro-batch."""
+        """Tell whether gradients are reduced once a step, after the last micro-batch."""
         return self.blueprint.spec.sums_once(self.mesh.axes.pp)
 
     @cached_property
     def trained_from(self) -> int:
-        """The first stage that has something to train."""
+        """Return the first pipeline stage with a trained parameter. Backward ends in it."""
         return trained_from(self.table, self.line, self.trained)
 
     @property
     def config(self) -> Mapping[str, object]:
-        """Of `config.json`."""
+        """Return the content of `config.json`."""
         return self.blueprint.config
 
     @property
     def directory(self) -> Path | None:
-        """Of `config.json` and the tokenizer."""
+        """Return the directory of `config.json` and the tokenizer."""
         return self.blueprint.directory
 
     @property
     def table(self) -> Table:
+        """Return the declarations of all parameters, by name."""
         return self.blueprint.table
 
     @property
     def keymap(self) -> KeyMap:
+        """Return the mapping from parameters to the keys of the files."""
         return self.blueprint.keymap
 
     @cached_property
     def kept(self) -> Mapping[str, torch.dtype]:
-        """The dtype of the values that are stored of each parameter, on whatever rank."""
+        """Return the storage dtype of each parameter, on any rank. FP8 codes count as the dtype of their values."""
         return self.blueprint.stored_dtypes(self.dtype, {*self.trained})
 
     @cached_property
     def numbers(self) -> frozenset[str]:
-        """Parameters that are stored as 8-bit numbers, on whatever rank."""
+        """Return the names of the parameters stored as FP8 codes, on any rank."""
         return self.blueprint.stays_quantised({*self.trained})
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
+        """Return the pieces that this rank stores, by parameter."""
         return pieces(self.blueprint.spec, self.mesh.axes, self.mesh.rank)
 
     @cached_property
     def owned(self) -> set[str]:
-        """Parameters whose elements here are counted and handed out by this rank."""
+        """Return the parameters whose local elements this rank owns: of the ranks that hold the same elements, just one
+        counts them in the gradient norm and writes them to files."""
         return set(owned(self.blueprint.spec, self.mesh.axes, self.mesh.rank))
 
     @cached_property
-    def _places(self) -> list[tuple[str, nn.Module, str]]:
-        """The module that holds each parameter. It stays the same, while FSDP exchanges the parameter."""
+    def _holders(self) -> list[tuple[str, nn.Module, str]]:
+        """Return the module that holds each parameter, and the attribute's name. Modules stay, while FSDP replaces
+        their parameters."""
         names = {name: part for part in self.parts for name, _ in part.named_parameters()}
         split = [(name, *name.rpartition(".")[::2]) for name in self.pieces]
         return [(name, names[name].get_submodule(owner), last) for name, owner, last in split]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Straight from where a module keeps them: each step walks over all of them several times."""
-        return {name: p for name, holder, last in self._places if (p := holder._parameters[last]) is not None}
+        """Return the parameters of this rank. They are read from the modules' dicts: each step walks over all of them
+        several times, and `named_parameters` would walk over all modules each time."""
+        return {name: p for name, holder, last in self._holders if (p := holder._parameters[last]) is not None}
 
     def parameter(self, name: str) -> nn.Parameter:
-        """This rank's piece of a parameter, as the module holds it."""
+        """Return this rank's piece of a parameter, as its module holds it."""
         return self._parameters()[name]
 
     def placement(self, name: str) -> Placement:
+        """Return the mesh axes that shard, split and replicate a parameter."""
         return place(self.table[name], self.blueprint.spec.rules, self.mesh.axes)
 
     @property
     def trainable(self) -> list[str]:
-        """The names of the parameters of this rank that are trained."""
+        """Return the names of the trained parameters of this rank."""
         return [name for name, parameter in self._parameters().items() if parameter.requires_grad]
 
     def stored(self) -> dict[str, Tensor]:
-        """What this rank stores of every parameter: live memory, not copies. Of a frozen matrix that stays in 8 bits
-        these are its numbers, as uint8, without their scales."""
+        """Return the local tensor of every parameter: live memory, not copies.
+
+        A frozen FP8 matrix is its codes, as uint8, without scales; `values` dequantises them.
+        """
         return {name: piece.detach() for name, piece in self.to_update().items()}
 
     def to_update(self) -> dict[str, Tensor]:
-        """The same, for a caller that writes under no_grad: detaching all of them takes longer than updating them."""
+        """Return what `stored` returns, not detached, for a caller that writes under no_grad: detaching thousands of
+        tensors takes the host longer than updating them."""
         return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
     def values(self) -> Values:
-        """The same; but values of what is in 8 bits, which are made when they are asked for."""
+        """Return the local values of every parameter. FP8 codes are dequantised on each access, one at a time."""
         stored = self.stored()
-        grids = {name: holder.grids[last] for name, holder, last in self._in_numbers()}
-        here = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
-        return Values(stored, here)
+        # A module holds the scales of the whole matrix that FSDP gathers; this rank stores only some of its rows.
+        grids = {name: holder.grids[last] for name, holder, last in self._quantised_holders()}
+        local = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
+        return Values(stored, local)
 
-    def _in_numbers(self) -> Iterator[tuple[str, Quantisable, str]]:
-        for name, holder, last in self._places if self.numbers else []:
+    def _quantised_holders(self) -> Iterator[tuple[str, Quantisable, str]]:
+        """Yield the frozen FP8 parameters of this rank, each with its module and attribute."""
+        for name, holder, last in self._holders if self.numbers else []:
             if name in self.numbers:
-                assert isinstance(holder, Quantisable), "only such a module knows of scales"
+                assert isinstance(holder, Quantisable), "FP8 codes belong to a module with scales"
                 yield name, holder, last
 
     def grads(self) -> dict[str, Tensor]:
-        """This rank's part of every gradient that is there."""
-        found = {name: p.grad for name, p in self._parameters().items() if p.requires_grad}
-        return {name: parallel.local(grad) for name, grad in found.items() if grad is not None}
+        """Return the local tensor of every gradient that exists."""
+        grads = {name: p.grad for name, p in self._parameters().items() if p.requires_grad}
+        return {name: parallel.local(grad) for name, grad in grads.items() if grad is not None}
 
     def forget_grads(self) -> None:
-        """Also those that FSDP has not summed yet, of a step that failed."""
+        """Drop all gradients, also unsharded ones that FSDP has not reduced because the step failed."""
         parallel.reset_after_forward(self.parts)
         for parameter in self._parameters().values():
             parameter.grad = None
         self.calls.pending = None
 
     def need(self, optimizer: Optimizer = AdamW()) -> Need:
-        """Return the memory that training takes on this mesh."""
+        """Return the memory that training takes on this mesh, by rank."""
         held = held_while_training(
             self.dtype, frozenset(self.trained), optimizer, offload=self.recipe.memory.offload,
-            narrow=_narrow(self.kept), numbers=self.numbers, low=self.low.names,
+            narrow=_itemsizes(self.kept), numbers=self.numbers, low=self.low.names,
         )  # fmt: skip
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
+        """Return local tensors with their layout, from which the weights room gathers and writes whole ones."""
         return StoredModel(self.blueprint.spec, self.mesh, stored)
 
     def check_whole(self) -> None:
+        """Refuse a model whose last update was interrupted, or whose FP8 codes were overwritten."""
         if self.calls.half_updated:
             raise StateError(f"{self.calls.half_updated}; load the model again")
-        for name, (numbers, times) in self.calls.loaded.items():
-            if numbers._version != times:
+        for name, (codes, version) in self.calls.loaded.items():
+            if codes._version != version:
                 raise StateError(
-                    f"{name} is frozen and stays in 8 bits: what model.stored() has of it are numbers without their "
-                    "scales, and something has written into them. Load the model again, with train= that takes it in"
+                    f"{name} is frozen and stays in 8 bits: model.stored() has its FP8 codes without their scales, and "
+                    "something has overwritten them. Load the model again, with a train= that includes it"
                 )
 
     def _refuse_copies(self, *_: object) -> NoReturn:
+        """Refuse `copy.deepcopy` and `pickle`: a copy would be no part of the mesh."""
         raise StateError("a model is part of a run and cannot be copied; load it once more, or use mw.gather(model)")
 
     __deepcopy__ = __reduce__ = _refuse_copies
 
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
-        found = ways(self.blueprint.spec, self.mesh.axes)
-        of_cp = f" ({found})" if found else ""
-        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
+        cp_split = ways(self.blueprint.spec, self.mesh.axes)
+        suffix = f" ({cp_split})" if cp_split else ""
+        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{suffix})"
 
 
-@spelled_out(Recipe)
+@show_fields_in_help(Recipe)
 def load(
     source: str | os.PathLike[str], mesh: Mesh | None = None, *, read: str = "rank", **fields: Unpack[RecipeFields]
 ) -> Model:
-    """Return a model from a Hugging Face directory or hub id, of which each rank reads just the bytes that it stores.
+    """Load a model from a Hugging Face directory or hub id. Each rank reads just the bytes that it stores.
 
-    `fields`: how it is run (`meshwright/recipe.py`, docs/reference.md). Parameters that are trained are kept in
-    float32, frozen ones in the dtype of the files. `read`: "rank", each its own bytes and nothing is sent; or "node",
-    for slow shared file systems: one rank of each node reads what its node stores and sends it on (`model.load_bill`).
+    `fields`: how it is run (`meshwright/recipe.py`, docs/reference.md). Trained parameters are stored in float32,
+    frozen ones in the dtype of the files. `read`: "rank", each rank reads its own bytes and no collective runs; or
+    "node", for slow shared file systems: one rank of each node reads what its node stores and sends it to the others
+    (`model.load_bill`).
     """
     check_loading(mesh, fields.get("dtype"), read)
     recipe, directory = Recipe(**fields), local_directory(source, mesh)
+    # A checkpoint has checksums of its files. They are verified as the bytes are read.
     extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)
-    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    # Models have reference cycles, so only the collector frees a dropped one, whose memory the new one may need. While
+    # modules are built it is paused: it would look at every object again and again, and nothing is garbage yet.
+    gc.collect()
     with collector_paused():
         files = replace(open_source(directory, {CONFIG: stamp}), extents=extents)
         blueprint = Blueprint.of(
@@ -279,30 +303,32 @@ def load(
             stored=torch.promote_types(recipe.dtype or torch.bfloat16, torch.float32),
         )  # fmt: skip
         model = put_on_mesh(blueprint, mesh or Mesh())
+        # The ranks for which one rank reads: with read="rank" a range of one.
         node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
         plan = list(plan_reads(model.blueprint.spec, model.mesh.axes, node, model.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     scaled = model.keymap.source
     assert scaled is not None
-    num_bytes = _give_grids(model, scaled, len(node) > 1)
+    num_bytes = _read_frozen_scales(model, scaled, len(node) > 1)
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, scaled)
+    # Parameters that the files lack, such as a new value head: seed 0, so that every run starts from the same ones.
     _fill_fresh(model, model.keymap.fresh, seed=0)
-    held = model.stored()
-    model.calls.loaded = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
+    local = model.stored()
+    model.calls.loaded = {name: (local[name], local[name]._version) for name in local.keys() & model.numbers}
     return model
 
 
-@spelled_out(Recipe)
+@show_fields_in_help(Recipe)
 def init(
     source: str | os.PathLike[str], mesh: Mesh | None = None, *, seed: int = 0, **fields: Unpack[RecipeFields]
 ) -> Model:
-    """Return a model made from `config.json` alone, with random weights that do not depend on the mesh."""
+    """Build a model from `config.json` alone, with random weights that do not depend on the mesh."""
     check_loading(mesh, fields.get("dtype"))
     recipe, directory = Recipe(**fields), local_directory(source, mesh, weights=False)
-    extents_of_model(directory)  # names a damaged config or tokenizer of a checkpoint before anything is read with it
+    extents_of_model(directory)  # refuses a damaged config or tokenizer of a checkpoint
     config = read_config(directory)
     check_unquantised(config)
-    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    gc.collect()  # frees a dropped model, as in `load`
     with collector_paused():
         blueprint = Blueprint.of(config, None, recipe, directory=directory, origin=f"seed {seed}")
         model = put_on_mesh(blueprint, mesh or Mesh())
@@ -311,64 +337,78 @@ def init(
 
 
 def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
-    """Place a model: its parameters have memory then, and no values."""
+    """Place a model on a mesh: allocate its parameters, without values yet.
+
+    Everything that can be refused is refused before the first allocation.
+    """
     compute, memory = blueprint.compute, blueprint.recipe.memory
+    # `requires_grad` is set on the meta parameters, from which the placed ones inherit it.
     trained = {*blueprint.trained()}
     for name in blueprint.table.params:
         blueprint.module.get_parameter(name).requires_grad_(name in trained)
-    _refuse_only_read(blueprint, trained)
+    _refuse_training_read_only(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, mesh.least_bytes)
+    # Compare with the memory of the devices before any is allocated. The optimizer is not known yet, so only weights
+    # count now; `Engine` compares again.
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
     low = gathered_in_fp8(blueprint.spec, trained, wide=memory.gathers_wide)
     weights_alone = held_while_training(
-        compute, frozenset(), offload=memory.offload, narrow=_narrow(values), numbers=numbers, low=low
+        compute, frozenset(), offload=memory.offload, narrow=_itemsizes(values), numbers=numbers, low=low
     )
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     stored = {**values, **dict.fromkeys(numbers, BYTES)}
+    # Counted on the meta device, so before `distribute` places the same modules.
     begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, trained)
-    stages, gathers = parallel.distribute(blueprint.spec, mesh, compute, stored)
+    stages, fp8_gather = parallel.distribute(blueprint.spec, mesh, compute, stored)
+    # Modules are public (`model.parts`), so `torch.save(part.state_dict())` is only a line away.
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
     assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
+    # Rank 0 reads small files now: they may change or vanish before an export writes them.
     small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
     names = tuple(name for name in blueprint.table.params if name in trained)
-    return Model(mesh, blueprint, stages, gathers, names, small, begun)
+    return Model(mesh, blueprint, stages, fp8_gather, names, small, begun)
 
 
-def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:
+def _itemsizes(values: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Return the bytes per element of each parameter."""
     return {name: dtype.itemsize for name, dtype in values.items()}
 
 
-def _refuse_only_read(blueprint: Blueprint, trained: Container[str]) -> None:
-    """An export would have to write what was trained, and nothing here writes such a format."""
+def _refuse_training_read_only(blueprint: Blueprint, trained: Container[str]) -> None:
+    """Refuse to train parameters in a format that is read only, such as 4 bits: an export could not write them."""
     for param in blueprint.table:
-        found = blueprint.keymap.only_read(param)
-        if found is not None and param.name in trained:
-            key, form = found
+        read_only = blueprint.keymap.only_read(param)
+        if read_only is not None and param.name in trained:
+            key, form = read_only
             raise ConfigError(
-                f"{key} is {form}, in which weights are read and not trained, but train= takes in {param.name}; give "
-                "patterns of what is to be trained of the rest, such as train=['*norm*'], or train=[] for nothing, or "
-                "fetch the model in bfloat16 or FP8"
+                f"{key} is {form}, a format that Meshwright reads but cannot train, and train= includes {param.name}; "
+                "train other parameters, such as train=['*norm*'], or none with train=[], or use the model in bfloat16 "
+                "or FP8"
             )
 
 
 def _refuse_state_dict(*_: object) -> None:
-    """Our tensors are pieces under our own names: a state dict of them would look whole and be wrong."""
+    """Refuse `state_dict` and `load_state_dict` of a module: its tensors are pieces under Meshwright's names, so a file
+    of them would look whole and be wrong."""
     raise StateError(
-        "a state dict of a part holds pieces; use mw.gather(model), mw.stream(model), mw.export or mw.load"
+        "a state dict of a module would hold pieces; use mw.gather(model), mw.stream(model), mw.export or mw.load"
     )
 
 
-def _give_grids(model: Model, source: Source, together: bool) -> int:
-    """Read the scales of what stays in 8 bits, of all that FSDP gathers here. How many bytes they are. `together`:
-    other ranks will wait for what this one reads, so all hear of a failure."""
+def _read_frozen_scales(model: Model, source: Source, together: bool) -> int:
+    """Read the scales of frozen FP8 parameters, and return how many bytes they are.
+
+    A rank reads the scales of the whole matrix that FSDP gathers on it, not only of its rows. `together`: other ranks
+    wait for what this one reads, so all raise if one fails.
+    """
     spec, mesh, keymap = model.blueprint.spec, model.mesh, model.keymap
     with Reader(source) as reader:
 
         def read() -> None:
-            for name, holder, last in model._in_numbers():
+            for name, holder, last in model._quantised_holders():
                 param = model.table[name]
                 box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
                 holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
@@ -381,6 +421,8 @@ def _give_grids(model: Model, source: Source, together: bool) -> int:
 
 
 def _fill_fresh(model: Model, names: Iterable[str], seed: int) -> None:
+    """Draw new weights. Values depend on the seed, the name and the position in the whole parameter, not on the
+    mesh."""
     stored = model.stored()
     for name in (name for name in names if name in stored):
         fill_fresh(model.table[name], model.pieces[name], stored[name], seed)

@@ -1,4 +1,8 @@
-"""The bill of a step of the engine: the model's, and the engine's own: agreement, loss, norm and the router's sums."""
+"""The bill of an engine step: the model's collectives, and the engine's own.
+
+The engine adds the agreement, and the all-reduces of the loss, the norm and the expert load. Their descriptions are
+those that the engine runs (`LOSS`, `NORM`, `step_load`), so the bill cannot drift from the code.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,24 @@ from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
 from ..optim import AdamW, Optimizer
 from ..sharding import Charge, Pictures, Work, bill
-from .agreement import NUMBERS, STEP, place
+from .agreement import NUM_COLUMNS, STEP, agreement_name
 from .engine import LOSS, NORM
 from .model import Model
 from .router import pooled_counts, step_load
-from .vision_sync import at_least
+from .vision_sync import forced_tower_runs
 
 
 def step_bill(
     model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = (),
     optimizer: Optimizer = AdamW(),
 ) -> list[Charge]:  # fmt: skip
-    """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens. `pictures`: of each batch the
-    frames of this data rank, None where no data rank has any."""
+    """Return the collectives of `engine.step` on this rank, for `num_batches` micro-batches of `tokens` tokens.
+
+    `pictures`: for each micro-batch the frames of this data rank, None if no data rank has any.
+    """
     compute = model.dtype.itemsize
     frozen = frozenset(model.table.params) - {*model.trained}
-    if at_least(model, num_batches):  # the tower runs, whoever sees
+    if forced_tower_runs(model, num_batches):  # the tower runs even without pictures
         pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
     numbers = model.numbers | model.low.names
     work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
@@ -32,11 +38,12 @@ def engine_bill(
     blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_aux: str = "pooled",
     optimizer: Optimizer = AdamW(),
 ) -> list[Charge]:  # fmt: skip
-    """The same of any rank of any mesh, without devices and process groups."""
+    """Return the bill of any rank of any mesh, without devices or process groups."""
     charges = bill(blueprint.spec, axes, rank, work)
     if axes.world > 1:
-        # Between hosts. More than 32 ranks with accelerators make several of it, among few; the last is of this size.
-        charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * NUMBERS * 8, 1))
+        # Between hosts, in float64. With accelerators and more than 32 ranks it runs as several smaller all-gathers, of
+        # which the last has this size.
+        charges.append(Charge(agreement_name(STEP), "all_gather", DENSE, axes.world * NUM_COLUMNS * 8, 1))
         charges += [Charge.of(LOSS), Charge.of(NORM)]
         balance = blueprint.balance
         if balance.num_layers:

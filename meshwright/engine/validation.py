@@ -1,4 +1,9 @@
-"""What a caller may get wrong, refused before any work. Pure checks: nothing here knows a model or a rank."""
+"""Checks of arguments, data and results, before any work. They are pure functions of their arguments: none knows a
+model or a rank.
+
+Each catches a mistake that would otherwise train silently on wrong numbers, or fail much later with an error of torch.
+Messages name the argument, its value and the fix.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +23,31 @@ from ..optim import Optimizer, within
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
 _SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 1) / 100)"
-_PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
-_MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
+_PADDING_FIELDS = ("attention_mask", "padding_mask")  # packed documents need none
+_WEIGHT_SYNONYMS = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def spelled_out(options: type[Any]) -> Callable[[_Function], _Function]:
-    """Make `help()` show the fields of a dataclass in place of the `**fields` of a function."""
+def show_fields_in_help(options: type[Any]) -> Callable[[_Function], _Function]:
+    """Return a decorator: `help()` then shows the fields of a dataclass instead of a function's `**fields`."""
 
     def spell(function: _Function) -> _Function:
         own = inspect.signature(function)
-        *kept, _ = own.parameters.values()
+        *named, _ = own.parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
-        more = [inspect.Parameter(f.name, keyword, default=f.default) for f in dataclasses.fields(options)]
-        vars(function)["__signature__"] = own.replace(parameters=[*kept, *more])
+        fields = [inspect.Parameter(f.name, keyword, default=f.default) for f in dataclasses.fields(options)]
+        vars(function)["__signature__"] = own.replace(parameters=[*named, *fields])
         return function
 
     return spell
 
 
 def check_loading(mesh: object, dtype: object, read: str = "rank") -> None:
+    """Refuse arguments of `load` or `init` of the wrong type or value."""
     check_inference_mode()
     if not isinstance(mesh, Mesh | None):
-        raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
+        raise ConfigError(f"mesh={mesh!r} is not a mesh; give mw.Mesh(fsdp=4), or nothing for one process")
     if dtype not in (None, *COMPUTE):
         raise ConfigError(f"dtype={dtype!r} is not supported; choose from {', '.join(map(str, COMPUTE))}")
     if read not in READ:
@@ -49,30 +55,34 @@ def check_loading(mesh: object, dtype: object, read: str = "rank") -> None:
 
 
 def check_unquantised(config: Container[str]) -> None:
+    """Refuse a quantised config for new weights, which are not quantised."""
     if "quantization_config" in config:
         raise ConfigError(
-            "config.json has a quantization_config, but new weights are not quantised, and a reader of their export "
-            "would take them for it; remove it from config.json"
+            "config.json has a quantization_config, but new weights are not quantised, so their export would be read "
+            "wrongly; remove it from config.json"
         )
 
 
 def check_inference_mode() -> None:
+    """Refuse to run under `torch.inference_mode()`: autograd rejects its tensors in a later step."""
     if torch.is_inference_mode_enabled():
         raise StateError(
-            "torch.inference_mode() is on, and later steps cannot use tensors that are made under it. Leave it out: "
-            "logprobs, logits and evaluate take no gradients anyway"
+            "torch.inference_mode() is on, and later steps cannot use tensors created under it. Leave it out: "
+            "logprobs, logits and evaluate compute no gradients anyway"
         )
 
 
 def check_autocast(device: str) -> None:
+    """Refuse to run under `torch.autocast`: it would round norms, softmax and the router, which stay in float32."""
     if torch.is_autocast_enabled(device):
         raise StateError(
-            f"torch.autocast({device!r}) is on, which would round what must stay wide. "
-            "Leave it out: dtype= of mw.load is what a model computes in"
+            f"torch.autocast({device!r}) is on, and would round what must stay in float32. "
+            "Leave it out: dtype= of mw.load sets the compute dtype"
         )
 
 
 def check_engine(lr: object, loss: object, entropy: object) -> None:
+    """Refuse arguments of `Engine` of the wrong type or range. A schedule is checked in each step, by `lr_of_step`."""
     if not callable(lr) and not within(lr, 0):
         raise ConfigError(f"lr={lr!r:.80} must be a number of 0 or more, or {_SCHEDULE}")
     if not callable(loss):
@@ -82,15 +92,17 @@ def check_engine(lr: object, loss: object, entropy: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
+    """Refuse anything but a `mw.Optimizer`, such as an optimizer of `torch.optim`."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer={optimizer!r:.80} is no mw.Optimizer; give mw.AdamW(betas=(0.9, 0.95)), or a subclass of "
+            f"optimizer={optimizer!r:.80} is not a mw.Optimizer; give mw.AdamW(betas=(0.9, 0.95)), or a subclass of "
             "mw.Optimizer"
         )
 
 
 def lr_of_step(lr: object, step: int) -> float:
-    """The number that a user's `lr`, or the schedule in its place, gave for a step."""
+    """Return the learning rate of a step as a float. Refuse what is not a number of 0 or more, such as NaN."""
+    # Schedules often return a tensor of one element, or a numpy number.
     number = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
     if not within(number, 0):
         raise ConfigError(f"lr of step {step} is {lr!r}; it must be a number of 0 or more")
@@ -98,6 +110,7 @@ def lr_of_step(lr: object, step: int) -> float:
 
 
 def norm_bound(max_norm: object) -> float | None:
+    """Return the bound of gradient clipping as a float, or None for no clipping."""
     if max_norm is None:
         return None
     if not within(max_norm, 0) or max_norm == 0:
@@ -106,7 +119,8 @@ def norm_bound(max_norm: object) -> float | None:
 
 
 def check_batches(batches: object, vocab: int, share: int) -> None:
-    """All that can be wrong with the batches of a call. `share` must divide their tokens."""
+    """Refuse batches of the wrong type, of unequal lengths, or with values out of range. `share`, cp x tp, must divide
+    their length, because these ranks split a batch evenly."""
     if isinstance(batches, Batch) or not isinstance(batches, Sequence):
         raise DataError("a step takes a list of batches: engine.step([batch])")
     if not batches:
@@ -117,21 +131,25 @@ def check_batches(batches: object, vocab: int, share: int) -> None:
         _check_batch(batch, vocab, share)
     sizes = sorted({len(batch) for batch in batches})
     if len(sizes) > 1:
-        raise DataError(f"the batches of a step have {sizes} tokens; pack(..., length=) makes them equal")
+        raise DataError(f"the batches of a step have {sizes} tokens; pack them to one length: pack(..., length=)")
 
 
 def _check_batch(batch: Batch, vocab: int, share: int) -> None:
+    """Refuse one batch with values out of range. A token beyond the vocabulary would crash a kernel on a device, with
+    an error that names no token."""
     if len(batch) % share:
         fit = -(-len(batch) // share) * share
         raise DataError(
             f"a batch of {counted(len(batch), 'token')} does not divide into cp*tp={share}; pack(..., length={fit})"
         )
     if batch.tokens.is_inference():
-        raise DataError("a batch was packed under torch.inference_mode(), so no step can use it. Pack it outside")
+        raise DataError("a batch was packed under torch.inference_mode(), so no step can use it; pack it outside of it")
+    # A weight of NaN or infinity would make the divisor of the whole step NaN, and name no position.
     weights = batch.fields.get(WEIGHT)
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
+    # Of negative numbers only the label -100 has a meaning.
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
         if bad.any():
@@ -140,16 +158,16 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
 
 
 def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | None) -> None:
-    """What a model is to go on from. `longest`: the positions that it knows."""
+    """Refuse prompts that a model cannot continue. `longest`: the number of positions that it was built for."""
     if type(tokens) is not int or tokens < 1:
-        raise ConfigError(f"tokens={tokens!r:.80} must be a whole number above 0: of what is written after each prompt")
+        raise ConfigError(f"tokens={tokens!r:.80} must be a whole number above 0: how many to generate per prompt")
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise DataError("prompts must be a list of lists of token ids, such as [[5, 6, 7]]")
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not all(type(each) is int for each in prompt):
-            raise DataError(f"prompt {number} is no list of token ids; give those that a tokenizer makes of a text")
+            raise DataError(f"prompt {number} is not a list of token ids; give the token ids of a tokenizer")
         if not prompt:
-            raise DataError(f"prompt {number} is empty; a model needs a token to go on from")
+            raise DataError(f"prompt {number} is empty; give at least one token to continue from")
         if not all(0 <= token < vocab for token in prompt):
             raise DataError(f"prompt {number} has a token outside the vocabulary of {vocab}")
         if longest is not None and len(prompt) + tokens > longest:
@@ -159,84 +177,102 @@ def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | No
             )
 
 
-def check_no_places(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> None:
-    """Nothing shows a sample a picture: the model would read the embedding of the token that stands for one."""
+def check_no_placeholders(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> None:
+    """Refuse picture placeholders in prompts: `sample` takes no pictures, so the model would read the embedding of the
+    placeholder itself."""
     for number, prompt in enumerate(prompts):
-        if found := sorted({*prompt} & {*places}):
-            raise DataError(f"prompt {number} has the token {found[0]}, which stands for a picture; samples see none")
+        if placeholders := sorted({*prompt} & {*places}):
+            raise DataError(
+                f"prompt {number} has the token {placeholders[0]}, which stands for a picture; samples take text only"
+            )
 
 
 def check_top_p(top_p: object) -> None:
+    """Refuse a `top_p` that is not a probability above 0."""
     if top_p is not None and (not within(top_p, 0) or not 0 < top_p <= 1):  # type: ignore[operator] # `within` has looked
         raise ConfigError(
-            f"top_p={top_p!r:.80} must be a number above 0, and at most 1; None takes the likeliest token"
+            f"top_p={top_p!r:.80} must be a number above 0, and at most 1; None chooses the likeliest token"
         )
 
 
 def check_terms(terms: object, num_tokens: int) -> None:
-    """What a user's loss gave."""
+    """Refuse the result of a user's loss unless it is one floating point number per token, and no mean of them."""
     if not isinstance(terms, Tensor) or terms.shape != (num_tokens,):
-        gave = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
-        raise DataError(f"the loss gave {gave} for {(num_tokens,)} tokens; it must give one term a token")
+        result = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
+        raise DataError(f"the loss returned {result} for {(num_tokens,)} tokens; it must return one term per token")
     if not terms.is_floating_point():
-        raise DataError(f"the loss gave {terms.dtype}; its terms must be floating point numbers")
+        raise DataError(f"the loss returned {terms.dtype}; its terms must be floating point numbers")
 
 
 _UNTRAINED = (
-    "the loss depends on no trained parameter: torch.no_grad() is on, or train= of mw.load leaves out all that it "
-    "depends on"
+    "the loss depends on no trained parameter: torch.no_grad() is on, or train= of mw.load excludes all parameters "
+    "that it depends on"
 )
 
 
 def check_trains(trained: Sequence[str]) -> None:
-    """Before a step, on all ranks: in a pipeline those without the loss would wait for a gradient."""
+    """Refuse a step without anything to train. It runs on all ranks before the step: in a pipeline, only the last stage
+    sees the loss, and the other stages would wait for its gradient."""
     if not trained or not torch.is_grad_enabled():
         raise StateError(_UNTRAINED)
 
 
 def check_trainable(loss: Tensor) -> None:
+    """Refuse a loss that no gradient flows from."""
     if not loss.requires_grad:
         raise StateError(_UNTRAINED)
 
 
 def check_differentiable(terms: Tensor, scores: Iterable[Tensor]) -> None:
+    """Refuse terms without a gradient, although the scores have one."""
     if any(x.requires_grad for x in scores) and not terms.requires_grad:
         raise StateError("the terms of the loss depend on none of its scores: they are detached, or constant")
 
 
 def check_complete(grads: Container[str], trainable: Sequence[str]) -> None:
-    """Every trained parameter has a gradient; zeros, if it was not used."""
-    lacking = [name for name in trainable if name not in grads]
-    if lacking:
-        none_has = "FSDP was kept from its sums over fsdp, or from those over replicate that end a step"
+    """Refuse an update unless every trained parameter has a gradient, zeros if it is unused.
+
+    A missing one means that someone switched FSDP's reduction off or set `grad = None`. The parameter would silently
+    stay as it is.
+    """
+    missing = [name for name in trainable if name not in grads]
+    if missing:
+        all_missing = "the reduce-scatter of FSDP over fsdp, or its all-reduce over replicate, did not run"
         raise StateError(
-            f"{lacking[0]} got no gradient, and so {len(lacking)} of {len(trainable)} parameters; each must: "
-            + (none_has if len(lacking) == len(trainable) else "zeros if it is unused")
+            f"{missing[0]} has no gradient, like {len(missing)} of {len(trainable)} parameters; each needs one: "
+            + (all_missing if len(missing) == len(trainable) else "zeros if it is unused")
         )
 
 
 def check_read(fields: set[str]) -> None:
-    """Refuse a field that must be meant to weigh the terms, but that neither the loss nor the engine has read."""
-    for name in sorted(fields & {*_PADDING}):
+    """Refuse an unread field whose name says that it should mask or weigh the terms.
+
+    Other libraries read such fields. Ignoring one would train on padding, or with weights of 1, without an error.
+    """
+    for name in sorted(fields & {*_PADDING_FIELDS}):
         raise DataError(
-            f"nobody reads the field {name!r}: documents are packed without padding, which would be learnt; cut it off "
-            "and leave the field out"
+            f"the field {name!r} is not read: documents are packed without padding, and padding inside a document "
+            "would be trained on; cut it off and leave the field out"
         )
-    for name in sorted(fields & {*_MEANT}):
+    for name in sorted(fields & {*_WEIGHT_SYNONYMS}):
         raise DataError(
-            f"nobody reads the field {name!r}: the loss did not ask for it, and the field that weighs the terms is "
+            f"the field {name!r} is not read: the loss does not use it, and the field that weighs the terms is "
             f"{WEIGHT!r}; rename it, or leave it out"
         )
 
 
-def check_by_token(loss: Callable[[slice], Tensor], num_tokens: int, has_term_T: Tensor, way_out: str) -> None:
-    """A loss must give the same terms for a half of the tokens, because a rank may have a part of a document."""
+def check_by_token(loss: Callable[[slice], Tensor], num_tokens: int, has_term_T: Tensor, hint: str) -> None:
+    """Refuse a loss whose terms change if it runs on half of the tokens, because a rank may have part of a document.
+
+    `loss` returns the terms of a slice of tokens. The tolerance allows for other kernels on other shapes.
+    """
     half = num_tokens // 2
     whole_T = loss(slice(None))
     try:
         both_T = torch.cat([loss(slice(0, half)), loss(slice(half, None))])
     except Exception as error:
-        raise DataError(f"the loss fails on a part of its tokens ({error}); {way_out}") from error
+        raise DataError(f"the loss fails on a part of its tokens ({error}); {hint}") from error
+    # Positions without a term are ignored: their scores may be anything.
     same_T = torch.isclose(both_T, whole_T, rtol=1e-4, atol=1e-5, equal_nan=True)
     if not (same_T | ~has_term_T).all():
-        raise DataError(f"the loss of a token depends on others; {way_out}")
+        raise DataError(f"the loss of a token depends on other tokens; {hint}")

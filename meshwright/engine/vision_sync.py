@@ -1,8 +1,9 @@
-"""Pictures in a step: all ranks run the tower in the same micro-batches, whoever has pictures there.
+"""Pictures in a step: all ranks run the vision tower in the same micro-batches.
 
-Nobody decides by his own batch alone: the collectives of the tower would meet others, or none. Where any rank has
-pictures, all run it, those without on no patches at all, so that every parameter gets a gradient. Where nobody has, it
-costs nothing.
+The tower has collectives (FSDP gathers its parameters), and each rank has other pictures, or none. If a rank decided by
+its own batch, its collectives would pair up with others, or with none. So ranks agree on a mask with a bit for each
+micro-batch. If any rank has pictures, all ranks run the tower, those without pictures on zero patches. If no rank has,
+none runs it, and it costs nothing.
 """
 
 from __future__ import annotations
@@ -18,49 +19,56 @@ from ..models import Tower
 from ..sharding import TOWER, stages_of_param
 from .model import Model
 
-_BITS = 53  # that a float64 holds, in which ranks tell each other what they bring
+_BITS = 53  # of the mask: it travels in a row of float64, which hold integers of 53 bits
 
 
-def mask_of(batches: Sequence[Batch]) -> int:
-    """A bit for each micro-batch with pictures; the last one stands for all that have none of their own."""
+def pictures_mask(batches: Sequence[Batch]) -> int:
+    """Return a bit for each micro-batch with pictures. The last bit stands for all later micro-batches too."""
     return sum({1 << min(number, _BITS - 1) for number, batch in enumerate(batches) if batch.frames})
 
 
-def at_least(model: Model, num_batches: int) -> int:
-    """The micro-batches of a step in which the tower runs whether anyone has pictures or not: all, where nothing else
-    of its stage is trained. Backward must find something, and FSDP must free what it gathered."""
+def forced_tower_runs(model: Model, num_batches: int) -> int:
+    """Return the mask of micro-batches in which the tower runs even if no rank has pictures.
+
+    These are all if nothing else of the first stage is trained, and none otherwise. Without the tower, backward of that
+    stage would have no graph, and FSDP frees gathered parameters only in backward.
+    """
     names = [name for name in model.trained if 0 in stages_of_param(model.table[name], model.line)]
-    alone = bool(names) and all(name.startswith(TOWER) for name in names)
-    return sum({1 << min(number, _BITS - 1) for number in range(num_batches)}) if alone else 0
+    only_tower = bool(names) and all(name.startswith(TOWER) for name in names)
+    return sum({1 << min(number, _BITS - 1) for number in range(num_batches)}) if only_tower else 0
 
 
-def as_all_see(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
-    """Where any rank has pictures, a batch without gets an empty set of them; where nobody has, none."""
+def sync_pictures(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
+    """Return the batches with pictures according to the mask of all ranks: a batch without pictures gets an empty set
+    of them if any rank has some, so that it runs the tower too."""
     if tower is None:
         return list(batches)
-    none = Images(torch.empty(0, tower.shape.pixels.num), ())
+    empty = Images(torch.empty(0, tower.shape.pixels.num), ())
 
-    def seen(number: int, batch: Batch) -> Batch:
-        anyone = mask >> min(number, _BITS - 1) & 1
-        return replace(batch, images=(batch.images or none) if anyone else None)
+    def synced(number: int, batch: Batch) -> Batch:
+        any_rank = mask >> min(number, _BITS - 1) & 1
+        return replace(batch, images=(batch.images or empty) if any_rank else None)
 
-    return [seen(number, batch) for number, batch in enumerate(batches)]
+    return [synced(number, batch) for number, batch in enumerate(batches)]
 
 
 def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool) -> None:
-    """Every place of a picture has one, and every picture is in such places. `words`: labels are words, not classes."""
+    """Refuse placeholders without a picture, and pictures at other tokens. `words`: labels are tokens, not classes.
+
+    Both would train without an error: on the embedding of the placeholder, or on pictures that replace text.
+    """
     for batch in batches:
         if tower is None:
             if batch.frames:
                 raise DataError(
                     f"a batch has {counted(len(batch.frames), 'frame')} of pictures, but the model was loaded without "
-                    "its tower; give mw.load(..., tower=True)"
+                    "its tower; use mw.load(..., tower=True)"
                 )
             continue
         images = batch.images
         if images is not None and images.patches_PC.shape[1] != tower.shape.pixels.num:
             raise DataError(
-                f"a patch of the batch has {images.patches_PC.shape[1]} numbers, and one of this tower has "
+                f"a patch of the batch has {images.patches_PC.shape[1]} values, but the vision tower takes "
                 f"{tower.shape.pixels.num}; use the processor of the model"
             )
         filled_T = torch.zeros(len(batch), dtype=torch.bool, device=batch.tokens.device)
@@ -70,27 +78,28 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool
         if odd_T.any():
             at = int(odd_T.nonzero()[0])
             token = int(batch.tokens[at])
-            what = "is in the place of a picture" if filled_T[at] else "stands for a picture that the batch has not"
+            what = "is in the place of a picture" if filled_T[at] else "stands for a picture that the batch lacks"
             raise DataError(
                 f"token {token} at position {at} {what}; pictures go to the tokens {list(tower.ids)} of config.json: "
-                "give mw.pack all of them, and placeholders= if these are others; a text that was sampled has none"
+                "give mw.pack all pictures, and placeholders= if your token ids differ; sampled text must not contain "
+                "these tokens"
             )
-        if words and (named := tower.is_place(batch.labels)).any():
-            at = int(named.nonzero()[0])
+        if words and (is_picture_T := tower.is_place(batch.labels)).any():
+            at = int(is_picture_T.nonzero()[0])
             raise DataError(
-                f"the label {int(batch.labels[at])} at position {at} stands for a picture, and no model writes one; "
+                f"the label {int(batch.labels[at])} at position {at} stands for a picture, which no model generates; "
                 "set it to -100"
             )
 
 
-def give_zeros(model: Model, unused: Sequence[str]) -> None:
-    """Where nobody has pictures in a step, the tower has not run. Its gradient is zero on every mesh alike; it still
-    decays, and its moments still fade, as of all that a step did not use."""
+def zero_gradients(model: Model, unused: Sequence[str]) -> None:
+    """Set zero gradients for a tower that did not run in a step, on every rank. So it is updated like any parameter
+    that a step does not use: weight decay applies, and its optimizer state decays."""
     for name in unused:
         parameter = model.parameter(name)
         parameter.grad = torch.zeros_like(parameter)
 
 
-def unused_in(model: Model, mask: int) -> list[str]:
-    """The trained parameters of this rank that a step has not used at all."""
+def unused_tower_parameters(model: Model, mask: int) -> list[str]:
+    """Return the trained tower parameters of this rank if no micro-batch of a step has run the tower."""
     return [] if mask else [name for name in model.trainable if name.startswith(TOWER)]

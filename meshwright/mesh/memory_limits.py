@@ -23,9 +23,9 @@ class Memory:
     shared: bool
 
 
-def memory_of(device: torch.device, ranks_here: int) -> Memory:
-    """Return the memory of one of `ranks_here` ranks on this machine, each of which has an accelerator of its own."""
-    host = _host_bytes() // ranks_here
+def memory_of(device: torch.device, local_ranks: int) -> Memory:
+    """Return the memory of one of `local_ranks` ranks that share this machine, each with its own accelerator."""
+    host = _host_bytes() // local_ranks
     if device.type == "cpu":
         return Memory(host, host, shared=True)
     properties = torch.get_device_module(device).get_device_properties(device)

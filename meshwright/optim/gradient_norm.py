@@ -32,7 +32,7 @@ def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.de
 
 def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors with the same elements. Small gradients are joined: a call for each takes the host longer than the
-    copy. Large ones are split: on the host torch widens what it is given, all of it at once."""
+    copy. Large ones are split: on the host torch widens a whole tensor to float64 at once."""
     small: list[Tensor] = []
     large: list[Tensor] = []
     for grad in grads:

@@ -104,7 +104,7 @@ def _level_below(shares: Tensor, code: Code) -> Tensor:
 
 @functools.cache
 def _level_by_high_bits(code: Code, device: torch.device) -> Tensor:
-    """Tabulate the level below the smallest float32 with given upper 16 bits.
+    """Tabulate, for each value of the upper 16 bits, the level below the smallest float32 with these bits.
 
     No float with those bits is two levels higher.
     """
@@ -176,8 +176,8 @@ def seed_of(name: str, which: int, step: int) -> int:
 
 
 def is_quantised(param: Param) -> bool:
-    """Tell whether 8-bit state would quantise a parameter, on every mesh alike: a matrix with a whole block in each
-    row. Narrower ones, and vectors, would save little."""
+    """Tell whether 8-bit state would quantise a parameter: a matrix with a whole block in each row. The answer is the
+    same on every mesh. Narrower matrices and vectors would save little."""
     return bool(param.cols) and param.matrix[1] >= BLOCK
 
 

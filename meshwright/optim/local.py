@@ -46,12 +46,15 @@ class LocalOptimizer:
     ) -> None:  # fmt: skip
         self.options, self.decayed, self.steps, self.quantised = options, decayed, 0, quantised or {}
         self.matrices = matrices  # of an optimizer that needs whole ones
-        self.state: State = {}  # made by the first step: until then it takes no memory
-        self._updated: list[str] = []  # names, by the last step
-        self._parts: list[Part] = []  # of one step: made again only where a step updates other parameters
+        self.state: State = {}  # created by the first step: until then it takes no memory
+        # The slices of a step are computed once, and again only if a step updates other parameters than the last one:
+        # Python loops over thousands of parameters would delay every step.
+        self._updated: list[str] = []
+        self._parts: list[Part] = []
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of state that exists on this rank, scales included."""
         return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
 
     def by_name(self, state: State) -> dict[str, dict[str, Tensor]]:
@@ -62,7 +65,7 @@ class LocalOptimizer:
         }
 
     def make_state(self, stored: Mapping[str, Tensor]) -> None:
-        """Make missing state. An empty piece has none, unless whole matrices are gathered."""
+        """Create missing state. An empty piece has none, unless whole matrices are gathered."""
         missing = {name: t for name, t in stored.items() if name not in self.state}
         self.state |= self.new_state(missing)
         if self.options.needs_whole_matrix:
@@ -94,6 +97,7 @@ class LocalOptimizer:
         self.steps += 1
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
+        """Divide parameters into parts, first those with weight decay: one call of a fused kernel has one decay."""
         for decays in (True, False):
             some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
             uncut: Iterator[list[Slice]] = ([(name, None)] for name in some)
@@ -101,10 +105,14 @@ class LocalOptimizer:
                 yield Part(slices, decays, all(self._is_live(name, at, stored[name]) for name, at in slices))
 
     def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
+        """Tell whether an update can write the state in place: it is whole, not quantised, and as wide as the
+        parameter."""
         is_wide = all(each.dtype == stored.dtype for each in self.state[name])
         return at is None and name not in self.quantised and is_wide
 
     def _update(self, part: Part, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
+        """Widen the state of a part if needed, update it, and narrow it again. So wide copies exist for one part at a
+        time, not for the whole model."""
         views = [_of(stored[name], at) for name, at in part.slices]
         state = [self.state[n] for n, _ in part.slices] if part.live else list(map(self._wide, part.slices, views))
         of_views = [_of(grads[name].contiguous(), at) for name, at in part.slices]
@@ -112,41 +120,44 @@ class LocalOptimizer:
         slices = Slices([name for name, _ in part.slices], views, of_views, by_name, self.matrices)
         self.options.update(slices, lr=lr, step=self.steps + 1, decays=part.decays)
         for (name, at), wide in [] if part.live else zip(part.slices, state, strict=True):
-            self._keep(name, at, wide, self.steps)
+            self._store(name, at, wide, self.steps)
 
     def _wide(self, of: Slice, like: Tensor) -> Sequence[Tensor]:
-        """Return the state of a slice in the dtype of the parameter: live memory, if it is kept in this dtype."""
+        """Return the state of a slice in the dtype of the parameter: live memory, if it is stored in this dtype."""
         name, at = of
         if name not in self.quantised:
-            kept: Sequence[Tensor] = self.state[name]
+            state: Sequence[Tensor] = self.state[name]
             if at is not None:
-                kept = [_of(each, at) for each in kept]
-            return kept if not kept or kept[0].dtype == like.dtype else [each.to(like.dtype) for each in kept]
+                state = [_of(each, at) for each in state]
+            return state if not state or state[0].dtype == like.dtype else [each.to(like.dtype) for each in state]
         assert at is not None
         rows = self._rows(name, at)
         quantised = zip(self.state[name], self.state[name + SCALES], self.options.codes, strict=True)
         wide = [decode(codes[rows], scales[rows], code) for codes, scales, code in quantised]
         return [each.contiguous().view(like.shape).to(like.dtype) for each in wide]
 
-    def _keep(self, name: str, at: slice | None, wide: Sequence[Tensor], step: int) -> None:
+    def _store(self, name: str, at: slice | None, wide: Sequence[Tensor], step: int) -> None:
+        """Write updated state back in the form in which it is stored."""
         if name in self.quantised:
             assert at is not None
             self._encode(name, self._rows(name, at), wide, step)
             return
-        kept = self.state[name]
-        for narrow, each in zip(kept, wide, strict=True):
+        tensors = self.state[name]
+        for narrow, each in zip(tensors, wide, strict=True):
             if narrow.dtype != each.dtype:
                 _of(narrow, at).copy_(each)
 
     def _encode(self, name: str, rows: slice, wide: Sequence[Tensor], step: int) -> None:
+        """Quantise rows of state, with the stochastic rounding of a step."""
+        # Row numbers are those of the whole matrix, so the same random numbers are drawn on every mesh.
         first, place = self.state[name][0], self.quantised[name]
         width, numbers = first.shape[1], place.rows(first.device)[rows]
         num_cols = num_blocks(width) * BLOCK
         for which, (each, code) in enumerate(zip(wide, self.options.codes, strict=True)):
             random = dice(seed_of(name, which, step), numbers, place.first_col, num_cols)
             new = encode(each.view(-1, width), code, random)
-            for kept, values in zip((name, name + SCALES), new, strict=True):
-                self.state[kept][which][rows] = values
+            for key, values in zip((name, name + SCALES), new, strict=True):
+                self.state[key][which][rows] = values
 
     def _rows(self, name: str, at: slice) -> slice:
         """Return the rows of a slice of whole rows."""
@@ -156,7 +167,7 @@ class LocalOptimizer:
     def encode(self, name: str, wide: Sequence[Tensor]) -> None:
         """Quantise state that comes from elsewhere, as if the last step had made it."""
         for at in _slices(wide[0].numel(), _size(wide[0])):
-            self._keep(name, at, [each.view(-1)[at] for each in wide], self.steps - 1)
+            self._store(name, at, [each.view(-1)[at] for each in wide], self.steps - 1)
 
 
 def _of(tensor: Tensor, at: slice | None) -> Tensor:

@@ -13,7 +13,7 @@ from ..sharding import SEPARATE, Param, Piece, Rules, ShardingSpec, place
 
 
 class WholeMatrices:
-    """Gathers whole matrices from the pieces of all ranks, and cuts this rank's piece out of what was made of them.
+    """Gathers whole matrices from the pieces of all ranks, and cuts this rank's piece out of a whole one.
 
     Among the ranks that shard and cut a parameter, each element has one holder. So the sum of their pieces, with zeros
     elsewhere, is the whole parameter, exact to the bit.

@@ -1,4 +1,8 @@
-"""What is known of a model on a mesh without running it: where parameters lie, what a step sends, what cannot be."""
+"""Predict what a model does on a mesh without running it: placement, memory, collectives, step time, and refusals.
+
+Everything is computed on the meta device from the declarations that a run uses too. So a plan needs no device and no
+process, and `verify` can compare its bill with the collectives that really ran.
+"""
 
 from ..provenance import origin
 from .devices import Cluster, cluster_of, device_bytes
@@ -7,11 +11,11 @@ from .html import check_page, write_page
 from .mesh_checks import check_devices, check_layout, check_memory, objections, reasons
 from .page import plan_page
 from .requested import (
-    asked_of,
     cluster_in,
     mesh_of,
     optimizer_of,
+    search_request,
 )
 from .resolve_model import TINY, Say, find
 from .search import Search
-from .tables import ParameterLine, alike, parameter_lines
+from .tables import ParameterLine, identical_params, parameter_lines

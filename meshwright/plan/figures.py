@@ -1,4 +1,8 @@
-"""The figures of a model on a mesh: what each rank stores, what a step sends, and whether it fits. No process runs."""
+"""The figures of a plan: what each rank stores, what a step sends, and whether it fits. No process runs.
+
+`Figures` computes each of them once and on demand. The terminal, JSON, the page and the search all read the same
+object, so they cannot disagree.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,16 @@ from ..sharding import GRADIENTS, Action, Charge, Stored, Work, extreme_ranks, g
 from ..sharding.schedules import Orders
 from .devices import Cluster
 
-TOKENS = 8192  # of a micro-batch of a data rank, where none are given
-COMPUTE = torch.bfloat16  # as `mw.load` has it
-ON_HOST = " on the host"
+TOKENS = 8192  # the default of --tokens: tokens per micro-batch of a data rank
+COMPUTE = torch.bfloat16  # the compute dtype; the default of `mw.load`
+ON_HOST = " on the host"  # the suffix of what an offloading rank keeps in host memory
 
 
 def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:
-    """The size of a step. What divides a micro-batch between ranks must divide it evenly."""
+    """Return the size of a step. Refuse `--tokens` that cp and sequence parallelism cannot split evenly.
+
+    The default is rounded up instead, so that every mesh has a plan.
+    """
     share, wanted = axes.cp * axes.tp, tokens or TOKENS
     fit = -(-wanted // share) * share
     if tokens is not None and tokens != fit:
@@ -42,45 +49,55 @@ def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:
 
 @dataclass(frozen=True)
 class RankMemory:
+    """The bytes that one rank stores at its peak, by kind."""
+
     rank: int
     stored: tuple[Stored, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes on device and host together."""
         return sum(s.num_bytes for s in self.stored)
 
     @property
     def parts(self) -> dict[str, int]:
-        """By what they are, and where."""
+        """Return the bytes by kind; a kind in host memory has the suffix " on the host"."""
         return {s.what + ON_HOST * s.host: s.num_bytes for s in self.stored}
 
     @property
     def host_bytes(self) -> int:
+        """Return the bytes in host memory, where `offload` puts them."""
         return sum(s.num_bytes for s in self.stored if s.host)
 
     @property
     def device_bytes(self) -> int:
+        """Return the bytes in device memory, which decide whether a rank fits."""
         return self.num_bytes - self.host_bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step sends over some axes by one operation."""
+    """The collectives of one operation over the same axes, summed over a step of one rank."""
 
     over: str
-    num_ranks: int  # in a group
+    num_ranks: int  # in each group
     op: str
     count: int
     num_bytes: int
-    axes: tuple[str, ...]  # of more than one rank
+    axes: tuple[str, ...]  # only those of more than one rank
 
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """`device`: the bytes of a device, where one was named. `optimizer`: as `mw.Engine` takes it. `cluster`: where a
-    step is to be timed."""
+    """A model on a mesh, and everything that a plan says of it.
 
-    model: str  # as the user names it
+    `device`: the bytes of a device; None if none was named, and then nothing says whether a rank fits. `optimizer`: as
+    `mw.Engine` takes it. `cluster`: the devices and links for estimates of time; None if nothing is to be timed.
+
+    Two figures are equal only if they are the same object (`eq=False`), so that results can be cached by figures.
+    """
+
+    model: str  # the name that the user passed
     blueprint: Blueprint
     axes: Axes
     work: Work
@@ -89,118 +106,136 @@ class Figures:
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
-        """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
-        nothing."""
-        settled = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
-        object.__setattr__(self, "blueprint", settled)
+        """Decide `hold` of the pipeline where it is open, with the function that `mw.load` calls."""
+        # A device of unknown size has 0 bytes: then hold=True is chosen only where the schedule needs it.
+        blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
+        object.__setattr__(self, "blueprint", blueprint)
         object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
 
     @property
     def memory(self) -> MemoryOptions:
+        """Return the options that trade memory for time, as `mw.load` takes them."""
         return self.blueprint.recipe.memory
 
     @property
     def name(self) -> str:
-        """Of the directory, where the user gave a path."""
+        """Return the title of a page: the name of the directory if the user passed a path, else the model as passed."""
         directory = self.blueprint.directory
         return directory.resolve().name if directory and Path(self.model).exists() else self.model
 
     @property
     def live(self) -> list[str]:
-        """The axes of more than one rank. Those of experts do nothing for a model without experts."""
+        """List the axes of more than one rank; those of experts only if the model has experts."""
         views = (*DENSE, *EXPERT) if self.blueprint.balance.num_experts else DENSE
         return [axis for axis in dict.fromkeys(views) if self.axes.size_of(axis) > 1]
 
     @cached_property
     def orders(self) -> Orders:
-        """What each place on pp does in a step, in its order."""
+        """Return the actions of each coordinate on pp in a step, in the order in which it runs them."""
         line, spec = self.blueprint.spec.line(self.axes.pp), self.blueprint.spec
         program = program_of(line, spec.recipe.pipeline.schedule, self.work.num_batches, 0)
         return [[action for action in steps if isinstance(action, Action)] for steps in program]
 
     @property
     def router_aux(self) -> str:
-        """The default, where it can be."""
+        """Return the aux loss that the bill counts: the default, except that a pipeline refuses "pooled"."""
         return "previous" if self.axes.pp > 1 else "pooled"
 
     @property
     def gathered_in_fp8(self) -> frozenset[str]:
+        """Return the names of the weights whose all-gather sends 8-bit codes."""
         return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=self.memory.gathers_wide)
 
     @cached_property
     def need(self) -> Need:
-        """What `Model.need` says of a model that is trained as a whole."""
+        """Return the memory that a run needs if it trains every parameter, as `Model.need` computes it."""
         trained, offload = frozenset(self.blueprint.table.params), self.memory.offload
         held = held_while_training(COMPUTE, trained, self.optimizer, offload=offload, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property
     def passing(self) -> StepWork | None:
-        """None of a model that has memory already: a sketch is made of one that is only drawn."""
+        """Return the micro-batch whose activations are simulated; None for a model that was loaded already.
+
+        The simulation takes only models on the meta device, which hold no memory.
+        """
         if not next(self.blueprint.module.parameters()).is_meta:
             return None
         return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.memory)
 
     @property
     def num_parameters(self) -> int:
+        """Return the number of parameters of the whole model."""
         return sum(param.numel for param in self.blueprint.table)
 
     @cached_property
     def extremes(self) -> list[int]:
+        """Return the few ranks among which are those that store most and least, so that no plan visits every rank."""
         return extreme_ranks(self.blueprint.spec, self.axes)
 
     @cached_property
     def memories(self) -> list[RankMemory]:
-        """The rank that stores most, and behind it the one that stores least, if that is less."""
-        found = [RankMemory(rank, tuple(self.need.stored(rank))) for rank in self.extremes]
-        most, least = (choose(found, key=lambda m: m.num_bytes) for choose in (max, min))
+        """Return the rank that stores most, followed by the one that stores least if they differ."""
+        ranks = [RankMemory(rank, tuple(self.need.stored(rank))) for rank in self.extremes]
+        most, least = (choose(ranks, key=lambda m: m.num_bytes) for choose in (max, min))
         return [most, least] if least.num_bytes < most.num_bytes else [most]
 
     @property
     def most(self) -> RankMemory:
+        """Return the rank that stores most."""
         return self.memories[0]
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes on the device of the rank that stores most, once all are there. At its fullest moment fewer may be."""
+        """Return the bytes of all gradients on the device of the rank that stores most.
+
+        At its peak fewer may exist: in the first micro-batch gradients appear while activations are freed.
+        """
         every = replace(self.need, passing=None).stored(self.most.rank)
         return sum(each.num_bytes for each in every if each.what == GRADIENTS and not each.host)
 
     @property
     def fits(self) -> bool | None:
-        """None: no device was named."""
+        """Return whether the rank that stores most fits the device; None if no device was named."""
         return None if self.device is None else fits(self.most.stored, _memory(self.device))
 
     @cached_property
     def choices(self) -> list[str]:
-        """Name options that would make a plan fit that does not."""
+        """List options that would make a plan fit that does not, each on its own."""
         assert self.device is not None
         return choices(self.need, _memory(self.device))
 
     @cached_property
     def sender(self) -> int:
-        """The rank that pays most. The first of a place on pp has the largest part of all that its stages hold."""
+        """Return the rank whose collectives have the most bytes.
+
+        The first rank of a coordinate on pp has the largest part of everything that its stages hold, so only these are
+        compared.
+        """
         return max(self.axes.group(0, ("pp",)), key=lambda rank: sum(c.count * c.num_bytes for c in self.bill(rank)))
 
     @cached_property
     def charges(self) -> list[Charge]:
+        """Return the bill of the rank that sends most."""
         return self.bill(self.sender)
 
     def bill(self, rank: int) -> list[Charge]:
+        """Return the collectives of a rank in a step."""
+        # Blueprints with other options share this module, and the bill reads the options from it.
         mark(self.blueprint.module, self.memory)
         return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux, self.optimizer)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
-        """By axes, those together that have the same ranks, and by operation."""
-        sums: dict[tuple[tuple[str, ...], str], list[int]] = {}
+        """Return the charges summed by axes and operation. Axes of size 1 are left out."""
+        totals: dict[tuple[tuple[str, ...], str], list[int]] = {}
         for charge in self.charges:
             live = tuple(a for a in charge.axes if self.axes.size_of(a) > 1)
-            total = sums.setdefault((live, charge.op), [0, 0])
+            total = totals.setdefault((live, charge.op), [0, 0])
             total[0] += charge.count
             total[1] += charge.count * charge.num_bytes
-        order = list(dict.fromkeys(live for live, _ in sums))
-        rows = sorted(sums.items(), key=lambda row: order.index(row[0][0]))
+        order = list(dict.fromkeys(live for live, _ in totals))
+        rows = sorted(totals.items(), key=lambda row: order.index(row[0][0]))
         return [
             Traffic(live_axes(live, self.axes), prod(self.axes.sizes(live)), op, count, num_bytes, live)
             for (live, op), (count, num_bytes) in rows
@@ -208,9 +243,10 @@ class Figures:
 
 
 def _memory(device: int) -> Memory:
-    """Of the host nothing is known here: what would lie there is said in words."""
+    """Return a device with unlimited host memory: the plan shows what lies on the host, but does not know its size."""
     return Memory(device, sys.maxsize, shared=False)
 
 
 def live_axes(over: Iterable[str], axes: Axes) -> str:
+    """Spell the axes of more than one rank with their sizes, as `fsdp=2 tp=4`; `-` if none has."""
     return " ".join(f"{a}={axes.size_of(a)}" for a in over if axes.size_of(a) > 1) or "-"

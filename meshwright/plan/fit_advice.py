@@ -1,4 +1,7 @@
-"""Whether a mesh fits, and what to choose where it does not: a mesh of as many ranks first, then more of them."""
+"""Say whether a plan fits, and what would: first another mesh of the same number of ranks, then options or more ranks.
+
+Every suggestion is computed by the same figures as the plan itself, so what is advised does fit.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from ..errors import counted
 from ..recipe import RECOMPUTE
 from .figures import Figures, work_of
 from .mesh_checks import as_option, objections
-from .search import LEAST_TOKENS, Asked, Candidate, Search, Size
+from .search import LEAST_TOKENS, Candidate, Search, SearchRequest, Size
 from .wording import name_of, nominal, not_counted, size
 
-_SECONDS = 12.0  # of a CPU, to look for another mesh
+_SEARCH_SECONDS = 12.0  # CPU seconds for the search of another mesh: less than for `--search`, which a user waits for
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ok` is None where nothing was asked."""
+    """The first line that a reader looks for, and the details below it. `ok` is None if no device was named."""
 
     ok: bool | None
     text: str
@@ -28,41 +31,46 @@ class Verdict:
 
 
 def verdict(figures: Figures) -> Verdict:
+    """Return whether the rank that stores most fits the device, by how much, and what to do if it does not."""
     needed, device, host = figures.most.device_bytes, figures.device, figures.most.host_bytes
-    beside, there = (f" and {size(host)} on the host", " on it") if host else ("", "")
+    and_host, on_device = (f" and {size(host)} on the host", " on the device") if host else ("", "")
     if device is None:
-        return Verdict(None, f"{size(needed)} a rank{beside}", not_counted(figures))
+        return Verdict(None, f"{size(needed)} per rank{and_host}", not_counted(figures))
     if figures.fits:
-        left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
+        left = f"A rank stores {size(needed)}{and_host}, and {size(device - needed)} remain free{on_device}."
         return Verdict(True, f"fits {nominal(device)}", f"{left} {not_counted(figures)}")
-    over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much."
-    return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {advice(figures)}.")
+    over = f"A rank stores {size(needed)}{on_device}, which is {size(needed - device)} too much."
+    return Verdict(False, f"does not fit {nominal(device)}", f"{over} To fit, {advice(figures)}.")
 
 
-@cache  # a page asks as often as a terminal; figures are equal to themselves alone
+@cache  # terminal, page and JSON each need it, and a search takes seconds; figures are equal to themselves alone
 def advice(figures: Figures) -> str:
-    found = [*_of_as_many_ranks(figures), *figures.choices] or helps(figures)
-    return f"choose {' or '.join(found)}" if found else "choose more ranks or larger devices"
+    """Return what would fit, as the end of a sentence."""
+    options = [*_other_meshes(figures), *figures.choices] or helps(figures)
+    return f"choose {' or '.join(options)}" if options else "choose more ranks or larger devices"
 
 
-def _of_as_many_ranks(figures: Figures) -> list[str]:
-    """The quickest mesh of as many ranks that fits, as options, with the same tokens in a step."""
+def _other_meshes(figures: Figures) -> list[str]:
+    """Return the options of the fastest mesh with the same number of ranks and tokens per step that fits, if any."""
     if figures.axes.world == 1 or figures.passing is None or figures.cluster is None:
         return []
-    other = [found for found in _searched(figures) if found.figures.axes != figures.axes]
-    return [f"{options_of(found)} (the same {counted(figures.axes.world, 'rank')})" for found in other]
+    candidates = [each for each in _search(figures) if each.figures.axes != figures.axes]
+    return [f"{options_of(each)} (the same {counted(figures.axes.world, 'rank')})" for each in candidates]
 
 
-def _searched(figures: Figures) -> list[Candidate]:
+def _search(figures: Figures) -> list[Candidate]:
+    """Search the meshes that do the same step on the same devices; return at most one."""
     assert figures.device is not None, "something does not fit"
     assert figures.cluster is not None, "meshes are compared by their time"
     work, pipeline = figures.work, figures.blueprint.recipe.pipeline
     step = work.tokens * work.num_batches * figures.axes.num_data_ranks
     of_step = Size(figures.axes.world, figures.cluster.gpus_per_node, work.tokens, step)
+    # Recompute what the user recomputes, or more: less would take more memory than the plan that does not fit.
     kinds = RECOMPUTE[RECOMPUTE.index(figures.memory.recompute) :]
-    asked = Asked(figures.model, of_step, "", figures.device, figures.cluster, kinds, figures.optimizer, 1)
+    request = SearchRequest(figures.model, of_step, "", figures.device, figures.cluster, kinds, figures.optimizer, 1)
+    # `ends` belongs to one pipeline length, and `hold` was decided for this mesh.
     free = figures.blueprint.with_options(pipeline=replace(pipeline, ends=None, hold=None))
-    return Search(free, asked, lambda _: None).quickest(_SECONDS)
+    return Search(free, request, lambda _: None).quickest(_SEARCH_SECONDS)
 
 
 def options_of(candidate: Candidate) -> str:
@@ -77,24 +85,26 @@ def options_of(candidate: Candidate) -> str:
 
 
 def helps(figures: Figures) -> list[str]:
-    """The options, each alone, with which figures that do not fit would: of a kind the smallest change that does."""
-    kinds = (_fewer_tokens(figures), _narrower(figures))
+    """List options that make the plan fit, each on its own: of each kind the smallest change that is enough."""
+    kinds = (_fewer_tokens(figures), _narrower_state(figures))
     first = (next((option for option, changed in kind if changed.fits), None) for kind in kinds)
     return [option for option in first if option is not None]
 
 
 def _fewer_tokens(figures: Figures) -> Iterator[tuple[str, Figures]]:
-    """In a micro-batch, of which a step then has more."""
+    """Yield smaller micro-batches, with more of them so that the tokens of a step stay the same."""
     axes, tokens, num = figures.axes, figures.work.tokens, figures.work.num_batches
+    # Below LEAST_TOKENS a search would not try a mesh either.
     while tokens % (2 * axes.cp * axes.tp) == 0 and tokens // 2 >= LEAST_TOKENS * axes.cp:
         tokens, num = tokens // 2, num * 2
         yield f"--tokens {tokens}", replace(figures, work=work_of(axes, tokens, num))
 
 
-def _narrower(figures: Figures) -> Iterator[tuple[str, Figures]]:
+def _narrower_state(figures: Figures) -> Iterator[tuple[str, Figures]]:
     """Yield options for optimizer state in a narrower dtype."""
     dtypes = (torch.float32, torch.bfloat16, torch.uint8)
     for dtype in dtypes[dtypes.index(figures.optimizer.state_dtype or torch.float32) + 1 :]:
         optimizer = replace(figures.optimizer, state_dtype=dtype)
+        # 8-bit state is quantised in blocks, which a mesh may cut: such a mesh is refused with it.
         if not objections(figures.blueprint, asdict(figures.axes), figures.work.num_batches, optimizer):
             yield f"--state-dtype {name_of(dtype)}", replace(figures, optimizer=optimizer)

@@ -1,4 +1,7 @@
-"""Pieces of a page. All text is escaped, and a page needs nothing else to be read: no script, no file of anyone."""
+"""Elements of the HTML pages of `plan`, `verify` and `report`.
+
+All text is escaped. A page is self-contained: one file that can be mailed or archived, without a request to anywhere.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from ..errors import ConfigError
 from .wording import size, span
 
 _STYLE = Path(__file__).with_name("style.css")
-_LONG = 24  # letters: a longer word may have to be broken
-_WHOLE = re.compile(r"(?<![\w-])--[a-z][\w-]*|\d[\d.]*e-\d+")  # --html, 1e-09: a browser would break both at a hyphen
+_LONG = 24  # characters: a longer word may not fit a narrow column in one piece
+# Options and exponents (--html, 1e-09): a browser would break both at the hyphen.
+_UNBROKEN = re.compile(r"(?<![\w-])--[a-z][\w-]*|\d[\d.]*e-\d+")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table. `kind`: a class of style.css. `note`: small, below the text. `title`: shown when pointed at.
+    """A cell of a table. `kind`: classes of style.css. `note`: small text below. `title`: the tooltip.
 
-    `share`: of a bar below the text, from 0 to 1.
+    `share`: draw a bar below the text, whose length is this share of the column (0 to 1).
     """
 
     text: str
@@ -32,27 +36,33 @@ class Cell:
 
 
 def tag(name: str, text: str, kind: str = "", title: str = "") -> str:
+    """Return an element around text, which is escaped."""
     return wrap(name, escape(text), kind=kind, title=title)
 
 
 def wrap(name: str, *inner: str, kind: str = "", title: str = "", style: str = "") -> str:
-    """An element around HTML."""
-    given = {"class": kind, "title": title, "style": style}
-    attributes = "".join(f' {key}="{escape(value)}"' for key, value in given.items() if value)
+    """Return an element around HTML, which must be escaped already."""
+    values = {"class": kind, "title": title, "style": style}
+    attributes = "".join(f' {key}="{escape(value)}"' for key, value in values.items() if value)
     return f"<{name}{attributes}>{''.join(inner)}</{name}>"
 
 
 def bytes_cell(num_bytes: int, kind: str = "number") -> Cell:
+    """Return a cell with a size that people read; the exact number is its tooltip."""
     return Cell(size(num_bytes), kind, title=f"{num_bytes:,} bytes")
 
 
 def span_cell(least: int, most: int) -> Cell:
+    """Return a cell with the least and the most bytes; with one number if they are equal."""
     exactly = f"{most:,} bytes" if least == most else f"{least:,} to {most:,} bytes"
     return Cell(span(least, most), "number", title=exactly)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "stacked") -> str:
-    """Where it is `stacked`, a row becomes a block of lines on a narrow screen, each with the name of its column."""
+    """Return a table. The kind `stacked` turns each row into labelled lines on a narrow screen.
+
+    Columns of numbers get right-aligned headings, judged by the first row.
+    """
     cells = [[_as_cell(value) for value in row] for row in rows]
     kinds = [row[i].kind for row in cells[:1] for i in range(len(head))] or [""] * len(head)
     top = wrap(
@@ -63,12 +73,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "st
 
 
 def _as_cell(value: object) -> Cell:
+    """Return a value as a cell: integers with separators, everything else as its text."""
     if isinstance(value, int):
         return Cell(f"{value:,}", "number")
     return value if isinstance(value, Cell) else Cell(str(value))
 
 
 def _td(cell: Cell, label: str) -> str:
+    """Return the HTML of a cell. CSS shows the label, the name of the column, where rows are stacked."""
     title = f' title="{escape(cell.title)}"' if cell.title else ""
     kind = f' class="{escape(cell.kind)}"' if cell.kind else ""
     note = wrap("small", flowing(cell.note)) if cell.note else ""
@@ -77,21 +89,23 @@ def _td(cell: Cell, label: str) -> str:
 
 
 def flowing(text: str) -> str:
-    """Escaped. A long name breaks after a dot or an underscore rather than anywhere; a number or an option does not."""
+    """Escape text. Allow line breaks after dots and underscores of long names, but none inside options and numbers."""
     words = re.sub(r"\S+", lambda word: _word(word[0]), text)
-    return _WHOLE.sub(r'<span class="unbroken">\g<0></span>', words)
+    return _UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', words)
 
 
 def _word(text: str) -> str:
+    """Escape a word; allow breaks in a long one."""
     return escape(text) if len(text) <= _LONG else re.sub("([._])", r"\1<wbr>", escape(text))
 
 
 def _coded(html: str) -> str:
+    """Show what stands in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html)
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, mark: int | None = None) -> str:
-    """Parts of a whole side by side, each with what it is; `mark`: a place to be marked."""
+    """Draw parts of a whole as one bar, each with a tooltip. `mark`: where to draw a line (the memory of a device)."""
     pieces = [
         wrap("i", kind=f"tint{n % 6}", title=title, style=f"width:{100 * part / max(whole, 1):.3f}%")
         for n, (part, title) in enumerate(parts)
@@ -102,15 +116,17 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, mark: int | None = None) -
 
 
 def details(summary: str, *inner: str) -> str:
+    """Return a section that is closed until a reader opens it."""
     return wrap("details", tag("summary", summary), *inner) + "\n"
 
 
 def section(title: str, *inner: str) -> str:
+    """Return a section with a heading."""
     return wrap("section", tag("h2", title), "\n", *inner) + "\n"
 
 
 def page(title: str, origin: Mapping[str, str], *sections: Iterable[str], style: str = "") -> str:
-    """`origin`: what made it, when, and by which command. `style`: more of it."""
+    """Return a whole page. `origin`: versions, date and command, for the footer. `style`: CSS appended to style.css."""
     head = "\n".join([
         '<meta charset="utf-8">', '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">', tag("title", title),
@@ -121,6 +137,7 @@ def page(title: str, origin: Mapping[str, str], *sections: Iterable[str], style:
 
 
 def _footer(origin: Mapping[str, str]) -> str:
+    """Name the versions, the date and the command, so that the page can be made again."""
     packages = ", ".join(f"{name} {text}" for name, text in origin.items() if name not in ("command", "date", "seed"))
     seed = f", seed {origin['seed']}" if "seed" in origin else ""
     made = f"Made on {origin['date']}{seed} with {packages}, by the command"
@@ -128,20 +145,20 @@ def _footer(origin: Mapping[str, str]) -> str:
 
 
 def check_page(file: str) -> Path:
-    """Refuse a place that cannot be written before an hour of work, not after it."""
+    """Return the path of a page. Refuse one that cannot be written, before the work and not an hour after."""
     path = Path(file).absolute()
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--html {file}: no file can be written there; name a file in a directory that you may write")
+        raise ConfigError(f"--html {file}: this file cannot be written; name a file in a directory that you may write")
     return path
 
 
 def write_page(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a page atomically: a reader or a crash never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(text, "utf-8")
-        beside.replace(path)
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
     except OSError as error:
-        raise ConfigError(f"--html {path} was not written: {error}; what was found stands above") from error
+        raise ConfigError(f"--html {path} was not written: {error}; the results are printed above") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""The least memory of a mesh, in microseconds: a search leaves out what cannot fit before it costs a mesh in full."""
+"""A lower bound on the memory of a mesh, in microseconds: a search drops what cannot fit before it simulates a mesh.
+
+The bound must never exceed what `Figures` computes in full, or a search would drop meshes that fit. So every
+part is divided by as many ranks as could share it at best.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +16,57 @@ from ..recipe import MemoryOptions
 from .figures import COMPUTE
 
 
-class Least:
-    """`tokens`: of a micro-batch. `state_bytes`: of all optimizer state of an element.
+class LeastMemory:
+    """The least bytes per rank of any mesh. `tokens`: per micro-batch. `state_bytes`: optimizer state per element.
 
-    Parameters, gradients and optimizer state are shared by all ranks but the replicas. What layers keep for backward is
-    shared by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
+    Parameters, gradients and optimizer state are divided by all ranks except replicas (ZeRO, arXiv:1910.02054).
+    Activations are divided by cp and tp at best (sequence parallelism, arXiv:2205.05198). They are simulated once for
+    each recompute mode, with experts spread over ranks and without.
     """
 
     def __init__(self, blueprint: Blueprint, tokens: int, state_bytes: float) -> None:
         self.blueprint, self.tokens, self.state_bytes = blueprint, tokens, state_bytes
-        self._kept = cache(self._keeps)
+        self._kept = cache(self._simulate_kept)
 
     @cached_property
-    def _experts(self) -> int:
+    def _expert_elements(self) -> int:
+        """Return the number of elements of all experts, which ep spreads over ranks."""
         return sum(param.numel for param in self.blueprint.table if "expert" in param.dims)
 
     @cached_property
-    def _dense(self) -> int:
-        """Elements outside of experts."""
-        return sum(param.numel for param in self.blueprint.table) - self._experts
+    def _dense_elements(self) -> int:
+        """Return the number of elements outside of experts."""
+        return sum(param.numel for param in self.blueprint.table) - self._expert_elements
 
     def num_bytes(self, axes: Axes, num_batches: int, memory: MemoryOptions, *, holds: bool) -> float:
-        """No mesh takes less of the device of the rank that stores most. `holds`: its pipeline holds gathers and sums.
-
-        The first micro-batch of a step finds no gradients; once it has gone back, all of them are there.
-        """
+        """Return what the rank that stores most needs on its device at least. `holds`: its pipeline keeps parameters
+        gathered and gradients unreduced for the whole step."""
         elements = 0.0 if memory.offload else self.elements(axes)
         under_way, gradients = min(axes.pp, num_batches), 4 * elements
+        # The first micro-batch of a step meets no gradients: they appear as it goes backward. So the peak has
+        # two candidates: all micro-batches under way without gradients, or one fewer with all of them.
         moments = [self._passing(axes, memory, under_way), gradients + self._passing(axes, memory, under_way - 1)]
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, memory, under_way))
         held = self._held(axes) if holds else 0.0
-        return (4 + self.state_bytes) * elements + held + max(moments)
+        return (4 + self.state_bytes) * elements + held + max(moments)  # 4: float32 masters
 
     def elements(self, axes: Axes) -> float:
-        """Return how many elements the rank that stores most has of the model, at least."""
-        return (self._dense + self._experts) / axes.world * axes.replicate
+        """Return how many elements of the model the rank that stores most has at least."""
+        return (self._dense_elements + self._expert_elements) / axes.world * axes.replicate
 
     def _held(self, axes: Axes) -> float:
-        """Return what a pipeline that holds keeps, of all stored in shards: values in bfloat16, sums in float32."""
-        dense = self._dense / axes.tp if axes.replicate * axes.fsdp * axes.cp > 1 else 0.0
-        experts = self._experts / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
+        """Return the bytes that `hold` keeps of sharded parameters: values in bfloat16, gradients in float32."""
+        # Parameters that no rank shards need no all-gather, so `hold` costs nothing for them.
+        dense = self._dense_elements / axes.tp if axes.replicate * axes.fsdp * axes.cp > 1 else 0.0
+        experts = self._expert_elements / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
         return (dense + experts) / axes.pp * (2 + 4)
 
     def _passing(self, axes: Axes, memory: MemoryOptions, under_way: int) -> float:
-        """Return what the first rank of pp keeps of the micro-batches under way, while backward recomputes a layer."""
+        """Return the activations of the first rank of pp, while backward recomputes one of its layers.
+
+        With 1F1B the first rank keeps the most micro-batches, since a micro-batch is long on its way from it and back.
+        """
         if not under_way:
             return 0.0
         kept, whole = (self._kept(kind, axes.ep > 1) for kind in (memory.recompute, "none"))
@@ -68,11 +78,11 @@ class Least:
         line = self.blueprint.spec.line(pp)
         return sum(len(line.layers_of(stage)) for stage in line.stages_of(0)) / self.blueprint.table.num_layers
 
-    def _keeps(self, recompute: str, shares_experts: bool) -> int:
-        """Bytes that all layers keep for backward of a micro-batch, on the fewest ranks that share out everything."""
+    def _simulate_kept(self, recompute: str, shares_experts: bool) -> int:
+        """Simulate the bytes that all layers keep for backward of a micro-batch, on as few ranks as possible."""
         num_experts = self.blueprint.balance.num_experts
         ep = next(num for num in range(2, num_experts + 1) if num_experts % num == 0) if shares_experts else 1
-        paper = FakeMesh(Axes(fsdp=max(2, ep), ep=ep), 0)
-        (stage,) = self.blueprint.spec.stages(paper.axes, 0)
+        mesh = FakeMesh(Axes(fsdp=max(2, ep), ep=ep), 0)
+        (stage,) = self.blueprint.spec.stages(mesh.axes, 0)
         work = StepWork(self.tokens, compute=COMPUTE, memory=MemoryOptions(recompute))
-        return activations(self.blueprint.spec, stage, paper, work).kept
+        return activations(self.blueprint.spec, stage, mesh, work).kept

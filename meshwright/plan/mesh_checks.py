@@ -1,4 +1,8 @@
-"""What a mesh, or this machine, cannot do: refused before any process starts."""
+"""Refuse meshes that a model or this machine cannot have, before any process starts.
+
+`plan`, `verify` and `train` share these checks. They call the functions that a run calls, and catch what those raise,
+so a plan refuses exactly what a run refuses. Unlike a run, they list everything that is wrong, with sizes that work.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +24,31 @@ from ..mesh import memory_of
 from ..optim import AdamW, Optimizer, check_blocks
 from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, hops, place, program_of
 
-RANKS_A_CORE = 16
+RANKS_A_CORE = 16  # processes per CPU core, above which a run would take hours
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
 
 
 def check_devices(axes: Axes, device: str, model: str = "MODEL") -> None:
+    """Refuse a mesh with more ranks than this machine has devices, or than its CPU cores can serve."""
     try:
         kind, cores = torch.device(device).type, os.cpu_count() or 1
     except RuntimeError as error:
-        raise ConfigError(f"--device {device!r} is no kind of device; choose cpu, or cuda") from error
+        raise ConfigError(f"--device {device!r} is not a kind of device; choose cpu or cuda") from error
     if kind == "cpu" and axes.world > RANKS_A_CORE * cores:
         raise MeshError(
             f"{axes} is {axes.world} processes for {cores} {'core' if cores == 1 else 'cores'}, which would take "
-            f"hours; at most {RANKS_A_CORE * cores} are started here. {_instead(axes, model)}"
+            f"hours; at most {RANKS_A_CORE * cores} are started on this machine. {_instead(axes, model)}"
         )
     if kind != "cpu" and torch.accelerator.device_count() < axes.world:
         num = torch.accelerator.device_count()
-        raise MeshError(f"{axes} needs {axes.world} devices, {num} are here; leave out --device to use CPU processes")
+        raise MeshError(
+            f"{axes} needs {axes.world} devices, this machine has {num}; leave out --device to use CPU processes"
+        )
 
 
 def _instead(axes: Axes, model: str) -> str:
-    """What to do where this machine is too small for a mesh."""
-    ways = [f"meshwright plan {model} --mesh {as_option(axes)} says what each rank stores and sends, with no process"]
+    """Return what to do if this machine is too small for a mesh: plan it, or verify a small one of the same kind."""
+    ways = [f"meshwright plan {model} --mesh {as_option(axes)} shows what each rank stores and sends, with no process"]
     small = smaller(axes)
     if small != axes:
         why = "what is wrong on a large axis is nearly always wrong on a small one"
@@ -50,43 +57,45 @@ def _instead(axes: Axes, model: str) -> str:
 
 
 def smaller(axes: Axes) -> Axes:
-    """The smallest mesh on which the same axes are above 1.
+    """Return the smallest mesh on which the same axes are larger than 1.
 
-    Each size becomes a prime factor of itself, so it divides all dims that the one asked for divides.
+    Each size is replaced by one of its prime factors, so it divides every dim that the original size divides.
     """
     sizes = asdict(axes)
+    # Not every product is a mesh: ep must divide the ranks of a replica. Of equal ones the smaller ep is taken.
     meshes = (dict(zip(sizes, chosen, strict=True)) for chosen in product(*map(_primes, sizes.values())))
     fit = [Axes(**at) for at in meshes if at["fsdp"] * at["cp"] * at["tp"] % at["ep"] == 0]
     return min(fit, key=lambda a: (a.world, a.ep))
 
 
 def _primes(size: int) -> list[int]:
-    """The prime factors of a size, each once; of 1 there is 1 alone."""
-    found, factor = [], 2
+    """Return the prime factors of a size, each once; [1] for 1."""
+    primes, factor = [], 2
     while factor * factor <= size:
         if size % factor == 0:
-            found.append(factor)
+            primes.append(factor)
             while size % factor == 0:
                 size //= factor
         factor += 1
-    return [*found, size] if size > 1 or not found else found
+    return [*primes, size] if size > 1 or not primes else primes
 
 
 def as_option(axes: Axes) -> str:
+    """Spell a mesh as `--mesh` takes it."""
     return ",".join(f"{axis}={size}" for axis, size in asdict(axes).items() if size > 1) or "fsdp=1"
 
 
 def check_layout(
     blueprint: Blueprint, axes: Axes, num_batches: int | None = None, optimizer: Optimizer = AdamW()
 ) -> None:
-    """What any rank of the mesh would refuse."""
-    found = objections(blueprint, asdict(axes), num_batches, optimizer)
-    if found:
-        raise MeshError(reasons(found))
+    """Raise `MeshError` with every reason if any rank of the mesh would refuse the model."""
+    refused = objections(blueprint, asdict(axes), num_batches, optimizer)
+    if refused:
+        raise MeshError(reasons(refused))
 
 
 def reasons(refused: Sequence[str]) -> str:
-    """One reason as it is, several as a list."""
+    """Return the text of an error: one reason as it is, several as a list."""
     if len(refused) == 1:
         return refused[0]
     return "\n  - ".join([f"the mesh is impossible, for {len(refused)} reasons:", *refused])
@@ -95,23 +104,28 @@ def reasons(refused: Sequence[str]) -> str:
 def objections(
     blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None, optimizer: Optimizer = AdamW()
 ) -> list[str]:
-    """Why the model cannot lie on a mesh of these sizes, or go through its pipeline in a step of so many micro-batches:
-    all that is wrong, not what is wrong first."""
-    asked = {**asdict(Axes()), **sizes}
-    if min(asked.values()) < 1:
-        return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
-    # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
-    cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
-    found = [*_of_mesh(asked, blueprint.recipe.memory.token_once), *_of_dims(blueprint, cuts)]
-    of_spec = Axes(tp=asked["tp"], cp=asked["cp"])
+    """List every reason why the model does not fit a mesh of these sizes; empty if it does.
+
+    `num_batches`: also check the schedule of the pipeline for a step of this many micro-batches.
+    """
+    wanted = {**asdict(Axes()), **sizes}
+    if min(wanted.values()) < 1:
+        return [f"{axis}={size} is not a size; give 1 or more" for axis, size in wanted.items() if size < 1]
+    # Only tp and ep split dims. On this mesh ep always divides the ranks, so dims are checked even if the mesh that
+    # the user wants is impossible in itself.
+    cuts = Axes(fsdp=wanted["ep"], tp=wanted["tp"], ep=wanted["ep"])
+    refused = [*_check_mesh(wanted, blueprint.recipe.memory.token_once), *_check_dims(blueprint, cuts)]
+    tp_and_cp = Axes(tp=wanted["tp"], cp=wanted["cp"])
     quantised = optimizer.quantised(blueprint.table, blueprint.table.params)
-    of_state = partial(check_blocks, quantised=quantised, instead="state in bfloat16")
-    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, of_state)
-    ways = (*_of_parameters(blueprint, cuts), *(each for c in checks for each in _refused(c, blueprint, of_spec)))
-    return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
+    check_state = partial(check_blocks, quantised=quantised, instead="state in bfloat16")
+    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, check_state)
+    later = (*_check_params(blueprint, cuts), *(each for c in checks for each in _caught(c, blueprint, tp_and_cp)))
+    # The later checks would only repeat in other words that a dim does not divide.
+    return [*refused, *(() if refused else later), *_check_stages(blueprint, wanted["pp"], num_batches)]
 
 
-def _of_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
+def _check_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
+    """Yield why the sizes make no mesh at all, whatever the model."""
     try:
         axes = Axes(**sizes)
         hops("", axes.ep, axes, token_once)  # refuses nodes that do not divide ep
@@ -119,19 +133,20 @@ def _of_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
         yield str(error)
 
 
-def _of_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
-    """Of each axis the dims that it does not divide, and the sizes that divide all of its dims."""
+def _check_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
+    """Yield for each axis the dims that it does not divide, and the sizes that divide all dims it splits."""
     rules, first = blueprint.spec.rules, dict[tuple[str, int], str]()
     for param in blueprint.table:
         for dim, size in param.dims.items():
             first.setdefault((dim, size), param.name)
-    against: dict[str, list[tuple[str, int]]] = {}
+    undivided: dict[str, list[tuple[str, int]]] = {}
     for dim, size in first:
         try:
             rules.split_to_all({dim: size}, cuts, "")
         except LayoutError:
-            against.setdefault(rules.axis[dim], []).append((dim, size))
-    for axis, dims in against.items():
+            undivided.setdefault(rules.axis[dim], []).append((dim, size))
+    for axis, dims in undivided.items():
+        # A size that works divides the gcd of all dims that must be split evenly; the rules then decide the rest.
         of_axis = {dim: size for dim, size in first if rules.axis.get(dim) == axis}
         common = gcd(*(size for dim, size in of_axis.items() if dim not in rules.whole | rules.uneven))
         allowed = [n for n in range(1, common + 1) if common % n == 0 and _splits(rules, of_axis, axis, n)]
@@ -143,7 +158,7 @@ def _of_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
 
 
 def _splits(rules: Rules, dims: Mapping[str, int], axis: str, parts: int) -> bool:
-    """Whether an axis of this size would be refused in its turn."""
+    """Return whether the rules accept an axis of this size, so that no advice is refused in its turn."""
     try:
         rules.split_to_all(dims, Axes(fsdp=parts, ep=parts) if axis == "ep" else Axes(**{axis: parts}), "")
     except LayoutError:
@@ -151,8 +166,11 @@ def _splits(rules: Rules, dims: Mapping[str, int], axis: str, parts: int) -> boo
     return True
 
 
-def _of_parameters(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
-    """What else placing a model refuses. The last parts are the smallest, so what leaves any rank without leaves it."""
+def _check_params(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
+    """Yield what else the placement of parameters refuses.
+
+    The last rank has the smallest parts: if any rank is left without a part, it is.
+    """
     try:
         for param in blueprint.table:
             place(param, blueprint.spec.rules, cuts)
@@ -161,17 +179,20 @@ def _of_parameters(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
         yield str(error)
 
 
-def _refused(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+def _caught(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+    """Yield the message of a check that raises."""
     try:
         check(blueprint.spec, axes)
     except LayoutError as error:
         yield str(error)
 
 
-def _of_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
+def _check_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
+    """Yield why the layers or the micro-batches do not fit the stages of the pipeline."""
     if pp == 1:
         return
     pipeline = blueprint.recipe.pipeline
+    # The same calls that a run makes at load and at its first step, which raise what it would raise.
     try:
         blueprint.recipe.check_schedule()
         line = blueprint.spec.line(pp)
@@ -184,19 +205,22 @@ def _of_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterat
 def check_memory(
     blueprint: Blueprint, axes: Axes, dtype: torch.dtype, device: str, model: str = "MODEL", *, training: bool
 ) -> None:
-    """On CPUs all ranks share one memory, so that a larger mesh is no way out.
+    """Refuse a mesh whose CPU processes together need more memory than this machine has.
 
-    On other devices each rank asks its own as it loads: a process that has asked one cannot fork ranks that use it.
+    They share one memory, so more ranks do not help. On other devices each rank checks its own as it loads: a process
+    that has initialised a device cannot fork ranks that use it.
     """
-    here = torch.device(device)
-    if here.type != "cpu":
+    kind = torch.device(device)
+    if kind.type != "cpu":
         return
+    # Weights, gradients and optimizer state; activations are not counted.
     low = gathered_in_fp8(blueprint.spec, blueprint.table.params)
     held = held_while_training(dtype, frozenset(blueprint.table.params if training else ()), low=low)
     a_rank, alone = (
         PROCESS_BYTES + sum(s.num_bytes for s in Need(blueprint.spec, mesh, held).stored()) for mesh in (axes, Axes())
     )
-    wanted, has = max(axes.world * a_rank, alone), memory_of(here, ranks_here=1).host_bytes
+    # `alone`: the reference of `verify` is one process with the whole model.
+    wanted, has = max(axes.world * a_rank, alone), memory_of(kind, local_ranks=1).host_bytes
     if wanted > has:
         what = "training" if training else "holding the weights"
         raise MeshError(

@@ -1,7 +1,7 @@
-"""The pipeline of a plan: which layers each place of the axis pp has, what they cost, when it works and when it waits.
+"""The pipeline of a plan: the layers of each coordinate on pp, their cost, and the timetable with its bubble.
 
-A unit of time is the forward of an average stage. A backward takes two, each of its halves one, and a stage longer if
-more elements are multiplied in it. Attention among tokens and transfers take no time here: this is an estimate.
+The unit of time is the forward of an average stage. A backward takes two units, each of its halves one. A stage costs
+in proportion to the parameters that a token is multiplied with. Attention over tokens and transfers take no time.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from ..sharding import Action, Line, Timetable, costs_of_stages, peak_kept, time
 from ..sharding.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from .figures import Figures
 
+# A backward computes two gradients, of the input and of the weights, each as expensive as the forward.
 COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 LEGEND = (
-    "A line for each place on pp. F0: forward of micro-batch 0. B: backward, or its halves I (gradient of the input) "
-    "and W (of the weights). Small letters: a later stage of the place. A dot: it waits."
+    "One line per coordinate on pp. F0: forward of micro-batch 0. B: backward, or its halves I (gradient of the input) "
+    "and W (gradients of the weights). Lower case: a later stage of the same ranks. Dots: idle."
 )
 
 
 @dataclass(frozen=True)
 class StageLine:
-    """`first`, `last`: layers. `share`: of all that a token is multiplied with."""
+    """A pipeline stage. `first`, `last`: its layers. `share`: its part of the work of the whole model."""
 
     stage: int
     first: int
@@ -34,8 +35,11 @@ class StageLine:
 
 @dataclass(frozen=True)
 class PlaceLine:
-    """A place on the axis pp: its ranks work at the same time. `most_kept`: pairs of stage and micro-batch whose
-    activations are kept at once. `num_bytes`: what the first rank of the place stores; none of it stores more."""
+    """A coordinate on pp. Its ranks hold the same stages and work at the same time.
+
+    `idle`: the share of a step in which they wait. `most_kept`: the peak number of pairs of stage and micro-batch whose
+    activations are kept. `num_bytes`: the bytes of its first rank; none of the others stores more.
+    """
 
     place: int
     rank: int
@@ -45,26 +49,31 @@ class PlaceLine:
     num_bytes: int
 
 
-@cache
+@cache  # terminal, page, JSON and the estimate of a step all need it; figures are equal to themselves alone
 def timetable(figures: Figures) -> Timetable:
+    """Return when each action of the schedule runs."""
     shares = _shares(figures)
 
     def cost(action: Action) -> float:
+        """Return the units of time of an action: an average stage has share 1 / number of stages."""
         return COSTS[action.kind] * shares[action.stage] * len(shares)
 
     return times(map_of(figures), figures.orders, cost)
 
 
 def map_of(figures: Figures) -> Line:
+    """Return the map of layers to stages and of stages to ranks."""
     return figures.blueprint.spec.line(figures.axes.pp)
 
 
 def _shares(figures: Figures) -> list[float]:
+    """Return each stage's share of the work of the whole model."""
     costs = costs_of_stages(figures.blueprint.table, figures.blueprint.module, map_of(figures))
     return [cost / sum(costs) for cost in costs]
 
 
 def place_lines(figures: Figures) -> list[PlaceLine]:
+    """Return a line for each coordinate on pp."""
     line, shares, table = map_of(figures), _shares(figures), timetable(figures)
 
     def stage_line(stage: int) -> StageLine:
@@ -81,41 +90,45 @@ def place_lines(figures: Figures) -> list[PlaceLine]:
 
 
 def layers_of_stage(stage: StageLine) -> str:
+    """Name a stage and its layers, as `stage 1: layers 4-7`."""
     layers = f"layer {stage.first}" if stage.first == stage.last else f"layers {stage.first}-{stage.last}"
     return f"stage {stage.stage}: {layers}"
 
 
 def about_schedule(figures: Figures) -> str:
+    """Describe the schedule and its bubble in a sentence."""
     pipeline, pp = figures.blueprint.recipe.pipeline, figures.axes.pp
     batches = counted(figures.work.num_batches, "micro-batch", "micro-batches")
     return (
-        f"{batches} through {counted(map_of(figures).num_stages, 'stage')} on {counted(pp, 'place')} by the schedule "
-        f"{pipeline.schedule}: a rank waits {timetable(figures).bubble:.1%} of a step on average (the bubble)"
+        f"{batches} through {counted(map_of(figures).num_stages, 'stage')} on {counted(pp, 'group')} of ranks, "
+        f"schedule {pipeline.schedule}: a rank waits {timetable(figures).bubble:.1%} of a step on average (the bubble)"
     )
 
 
 def pipeline_notes(figures: Figures) -> list[str]:
-    """What costs time or memory, or differs, because there is a pipeline."""
+    """List what the pipeline costs in time or memory, and what it changes."""
     pp, spec, num = figures.axes.pp, figures.blueprint.spec, figures.work.num_batches
-    found = []
+    lines = []
     if num < pp:
         batches = counted(num, "micro-batch", "micro-batches")
-        found.append(
-            f"{batches} for pp={pp} cannot keep all stages at work: a rank waits {timetable(figures).bubble:.1%} of a "
-            f"step. Give more --micro-batches: {pp} or several times as many."
+        lines.append(
+            f"{batches} for pp={pp} cannot keep all stages busy: a rank waits {timetable(figures).bubble:.1%} of a "
+            f"step. Use more --micro-batches: {pp} or several times as many."
         )
+    # Without these axes nothing is sharded, so `hold` would save no collective.
     if not spec.holds(pp) and any(figures.axes.size_of(axis) > 1 for axis in ("fsdp", "cp", "efsdp")):
-        found.append(
-            "Parameters are gathered, and gradients summed, in every micro-batch. --hold tells what it takes to do "
-            "that once a step. A run does so by itself where that takes less than a third of its device."
+        lines.append(
+            "Parameters are gathered and gradients reduced in every micro-batch; with --hold once a step, which takes "
+            "more memory. A run does so by default if that memory is less than a third of its device."
         )
     if figures.blueprint.balance.coefficient and figures.blueprint.balance.num_layers:
-        found.append('The router\'s aux loss is taken to be router_aux="previous": a pipeline refuses "pooled".')
-    return found
+        lines.append('The plan assumes router_aux="previous" for the router\'s aux loss: a pipeline refuses "pooled".')
+    return lines
 
 
 def pipeline_json(figures: Figures) -> dict[str, Any]:
-    """`timetable`: of each place on pp its actions in order, each with kind, stage, micro-batch, start and end."""
+    """Return the pipeline as JSON. `timetable`: for each coordinate on pp its actions in order, each as kind, stage,
+    micro-batch, start and end."""
     table = timetable(figures)
     return {
         **asdict(figures.blueprint.recipe.pipeline),

@@ -1,4 +1,4 @@
-"""Parse options of the command line: a mesh, a cluster, a search."""
+"""Parse the options of `meshwright plan`: a mesh, an optimizer, a cluster, a search."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..optim import AdamW, Optimizer
 from ..recipe import RECOMPUTE
 from .devices import Cluster, cluster_of, device_bytes
 from .figures import TOKENS
-from .search import Asked, Size
+from .search import SearchRequest, Size
 
 _AXES = tuple(asdict(Axes()))
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """`fsdp=2,tp=2` as sizes."""
+    """Parse `--mesh`: `fsdp=2,tp=2`, separated by commas or spaces. Axes that it does not name are left out."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
-        valid = bool(equals) and size.isdecimal() and len(size) <= 9
+        valid = bool(equals) and size.isdecimal() and len(size) <= 9  # no mesh needs a longer number
         if axis not in _AXES or not valid:
             raise ConfigError(f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of {', '.join(_AXES)}")
         if axis in sizes:
@@ -35,37 +35,42 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def optimizer_of(options: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer that is planned for."""
+    """Return the optimizer whose state is planned: AdamW, with the dtype of `--state-dtype`."""
     return AdamW(state_dtype=None if options["state_dtype"] is None else getattr(torch, options["state_dtype"]))
 
 
 def cluster_in(options: Mapping[str, Any]) -> Cluster:
-    """Where a step would run."""
-    given = {name: options[name] for name in ("inside", "between", "flops")}
-    return cluster_of(options["device"], options["gpus_per_node"], given)
+    """Return the devices and links on which a step would run: vendors' figures, unless options override them."""
+    overrides = {name: options[name] for name in ("inside", "between", "flops")}
+    return cluster_of(options["device"], options["gpus_per_node"], overrides)
 
 
-def asked_of(options: Mapping[str, Any]) -> Asked:
-    """What `--search` is to look for."""
+def search_request(options: Mapping[str, Any]) -> SearchRequest:
+    """Return the request of `--search`. Refuse options that a search chooses itself."""
     if not options["device"]:
-        raise ConfigError("--search needs a --device, such as H100 or 80GB: it says what fits")
-    instead = {"mesh": "tries all of them", "micro_batches": "takes as many as --global-tokens asks for",
-               "html": "writes no page; give it with the --mesh that was found",
+        raise ConfigError("--search needs a --device, such as H100 or 80GB, to know what fits")
+    # Silently ignoring one of these would answer another question than the user's.
+    instead = {"mesh": "tries all of them", "micro_batches": "uses as many as --global-tokens needs",
+               "html": "writes no page; use it with the --mesh that a search prints",
                "ends": "tries pipelines of several lengths"}  # fmt: skip
     for name, why in instead.items():
         if options[name]:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --search, which {why}")
     num, tokens = options["search"], options["tokens"] or TOKENS
     size = Size(num, options["gpus_per_node"], tokens, options["global_tokens"] or num * tokens)
+    # With --recompute every mesh uses that mode; without it a search recomputes as much as a mesh needs.
     kinds = RECOMPUTE if options["recompute"] is None else (options["recompute"],)
-    return Asked(
+    return SearchRequest(
         options["model"], size, options["device"], device_bytes(options["device"]), cluster_in(options), kinds,
-        optimizer_of(options), options["top"], tuple(_kept(shlex.split(options["command"]))),
+        optimizer_of(options), options["top"], tuple(_words_to_repeat(shlex.split(options["command"]))),
     )  # fmt: skip
 
 
-def _kept(words: list[str]) -> Iterator[str]:
-    """Of a command, what holds for the mesh that was found too. An option may be cut short, as argparse takes it."""
+def _words_to_repeat(words: list[str]) -> Iterator[str]:
+    """Yield the words of the command that hold for each mesh of its search too. A search prints them with its choices.
+
+    argparse accepts abbreviated options (`--sea` for `--search`), so a prefix counts as the option.
+    """
     with_value, alone = ("--search", "--global-tokens", "--top", "--tokens", "--recompute"), ("--json", "--offload")
     left = iter(words)
     for word in left:

@@ -1,4 +1,4 @@
-"""The model that a user names: a directory, a config, a hub id, or a tiny one that is built in."""
+"""Resolve the model that a user names: a directory, a config, a hub id, or one of the built-in tiny models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from ..weights import (
     read_stamped_json,
 )
 
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # prints a line of progress
+
+# Odd sizes on purpose: cuts of unequal size and shards of nothing show bugs that powers of two hide.
 
 _COMMON = {
     "vocab_size": 131, "hidden_size": 37, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 12,
@@ -40,7 +42,7 @@ _HYBRID = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
-# Configs of odd sizes, for a user who has no model at hand.
+# For a user who has no model at hand.
 TINY: dict[str, dict[str, Any]] = {
     "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 72},  # heads divide it
     "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
@@ -52,7 +54,7 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny-qwen3.5-moe": {
         **_COMMON, **_HYBRID, **_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 28,
     },
-    "tiny-qwen3-moe-fp8": {  # in whole blocks of 128, for --fp8: one layer is dense, one has experts
+    "tiny-qwen3-moe-fp8": {  # whole blocks of 128 x 128 for --fp8; one dense layer, one with experts
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0],
         "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2,
         "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
@@ -61,44 +63,49 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
-    """Return the blueprint of a model in its real sizes. `weights`: the files of its weights are needed too, all."""
+    """Return the blueprint of a model in its real sizes. `weights`: all files of its weights must exist.
+
+    Without `weights`, only the small files of a hub model are downloaded: its config and its index.
+    """
     if model in TINY:
         if weights:
-            raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
+            raise ConfigError(f"{model} has no trained weights; name a directory or a hub id")
         return Blueprint.of(TINY[model], None, recipe)
     at = path_of(model)
     if at.suffix == ".json" and at.name != CONFIG and not exists(at, Path.is_dir):
         return _of_config_alone(at, recipe, weights)
     directory, from_hub = _located(model, weights, say)
-    there = any(directory.glob("*.safetensors"))
-    if weights and not there:
-        raise ConfigError(f"{directory} holds no *.safetensors to take as they are; give a directory that does")
-    # A cache of the hub may hold a few of the files. Only the index tells of all.
-    source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
-    # What the headers say must fit the model, even where the weights are not taken; whatever their dtype.
+    has_weights = any(directory.glob("*.safetensors"))
+    if weights and not has_weights:
+        raise ConfigError(f"{directory} has no *.safetensors; give a directory that does")
+    # The local cache of the hub may hold only some of the files. The index names all of them.
+    source = open_index(directory) if (from_hub and not weights) or not has_weights else open_source(directory)
+    # Headers are compared with the model even if the weights are not read, so a wrong config is refused early.
     config = read_config(directory)
     files = source if source.entries else None
     return Blueprint.of(config, files, recipe, directory=directory, stored=torch.float64)
 
 
 def _of_config_alone(path: Path, recipe: Recipe, weights: bool) -> Blueprint:
-    """A config under another name. No weights belong to it, whatever lies beside it."""
+    """Return the blueprint of a config under another name than config.json. No weights belong to it, whatever is in its
+    directory."""
     if not exists(path, Path.is_file):
-        raise ConfigError(f"{path} is not there; name a config (*.json), or a directory that holds a {CONFIG}")
+        raise ConfigError(f"{path} does not exist; name a config (*.json), or a directory with a {CONFIG}")
     if weights:
-        raise ConfigError(f"{path} is a config without weights to take as they are; name a directory or a hub id")
+        raise ConfigError(f"{path} is a config without weights; name a directory or a hub id")
     config, _ = read_stamped_json(path)
     try:
         return Blueprint.of(config, None, recipe)
     except ConfigError as error:
-        raise ConfigError(f"{path} is no config of a model: {error}") from error
+        raise ConfigError(f"{path} is not the config of a model: {error}") from error
 
 
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
+    """Return the directory of a model, and whether it comes from the hub. Download only what is needed."""
     at = path_of(model)
     if at.name == CONFIG:  # its directory is meant
         if not exists(at, Path.is_file):
-            raise ConfigError(f"{model} is not there; name a directory that holds a {CONFIG}")
+            raise ConfigError(f"{model} does not exist; name a directory with a {CONFIG}")
         at = at.parent
     if exists(at, Path.is_dir):
         return at, False

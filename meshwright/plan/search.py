@@ -1,7 +1,9 @@
-"""The quickest meshes of so many ranks on which a model fits.
+"""Search the fastest meshes of N ranks on which a model fits.
 
-Those that may fit, by the least that they take, are priced. The best of them are then costed in full, the quickest
-first, until enough fit or a minute of a CPU is nearly over.
+More than a thousand meshes may be possible, too many to simulate the memory of each. So a search has three steps: drop
+meshes that exceed the device by a lower bound (`least_memory`), order the others by a quick estimate
+(`one_of_each_layer`), and cost the fastest in full (`Figures`) until enough of them fit. It ends within a CPU minute,
+whether anything fits or not.
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ from ..recipe import LATE, RECOMPUTE, ContextParallel, MemoryOptions
 from ..sharding import Work, divides
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
-from .least_memory import Least
+from .least_memory import LeastMemory
 from .mesh_checks import objections
-from .one_of_each_layer import Thin, first_price, held, thin
+from .one_of_each_layer import OneOfEachLayer, hold_options, one_of_each_layer, quick_estimate
 from .step_time import Estimate, estimate
 
-SECONDS_BETWEEN_LINES = 4.0
-_WORTH = 0.99  # of a step: what is not quicker by more than that is as quick
-_MORE = 3  # that are costed than are told
-_LONG = 28.0  # seconds of a CPU, after which a search tells what it has found
-_LONGER = 38.0  # the same with --offload, where nothing else fits
-_LONGEST = 45.0  # the same of the nearest, where nothing fits
-_PRICES = 0.2  # of the work, for the share that is done
-_NEAREST = 8  # of those that do not fit, how many are looked at
+SECONDS_BETWEEN_LINES = 4.0  # of progress
+_WORTH = 0.99  # more replicas take more memory, so they must be faster than this share of the step without them
+_SPARE = 3  # candidates beyond those that are printed, since the quick estimate may order them a little wrong
+_STOP = 28.0  # CPU seconds since a search began, after which it costs no more meshes
+_STOP_OFFLOADED = 38.0  # the same with --offload, which is tried if nothing fits without it
+_STOP_NEAREST = 45.0  # the same for the nearest mesh, if nothing fits at all
+_QUICK_SHARE = 0.2  # of the work, for the percentage of progress
+_NEAREST = 8  # how many meshes are costed to find the nearest one
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request to search meshes for a blueprint. `device_name`: as the user gave it. `recompute`: the
-    kinds that may be tried, the quickest first. `words`: of the command, without what a search chooses."""
+class SearchRequest:
+    """The options of a search. `device_name`: the text of `--device`. `recompute`: the modes that may be tried, the
+    fastest first. `words`: the command without the options that a search chooses, to print it again with them."""
 
     model: str
     size: Size
@@ -56,26 +58,32 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """`chosen_hold`: what a search has chosen of a pipeline that leaves it open."""
+    """A mesh with its options, costed in full. `chosen_hold`: the `hold` that the search chose where the user left it
+    open; None if it was not open."""
 
     figures: Figures
     chosen_hold: bool | None = None
 
     @cached_property
     def estimate(self) -> Estimate:
+        """Return the time of a step."""
         return estimate(self.figures)
 
     @property
     def left_bytes(self) -> int:
-        """Of the device; below 0, what is too much."""
+        """Return the free bytes of the device; negative if the mesh does not fit."""
         assert self.figures.device is not None
         return self.figures.device - self.figures.most.device_bytes
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`best`: those that fit, the quickest first. `nearest`: if none does, the one that is too large by least.
-    `num_meshes`: that the model allows, of which `num_too_large` cannot fit whatever they recompute."""
+    """The result of a search. `best`: the meshes that fit, the fastest first. `nearest`: if none fits, the mesh that
+    exceeds the device by least.
+
+    `num_meshes`: how many meshes the model allows. `num_too_large`: those that cannot fit, however much they recompute.
+    `num_in_full`: how many combinations of mesh and options were costed in full.
+    """
 
     best: tuple[Candidate, ...]
     nearest: Candidate | None
@@ -88,102 +96,114 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a mesh is gone about. `hold`: of its pipeline, None where a run decides it or has none."""
+class Variant:
+    """Options with which a mesh is tried. `hold`: None without a pipeline, or where a run decides it."""
 
     memory: MemoryOptions
     hold: bool | None = None
 
 
 @dataclass(order=True)
-class _Priced:
+class _Estimated:
+    """A mesh and its options in the queue of a search, the fastest first by the quick estimate."""
+
     seconds: float
-    number: int  # of equal ones the first
+    number: int  # breaks ties: the mesh that was listed first
     cut: Cut = field(compare=False)
-    way: Way = field(compare=False)
+    variant: Variant = field(compare=False)
 
 
 class Search:
-    """One search. `say` hears how far it is, now and then."""
+    """One search. `say` gets a line of progress every few seconds."""
 
-    def __init__(self, blueprint: Blueprint, asked: Asked, say: Say) -> None:
-        self.blueprint, self.asked, self.say = blueprint, asked, say
-        self.model: Thin = thin(blueprint)
-        state_bytes = asked.optimizer.least_bytes(blueprint.table, stored_dtype(COMPUTE))
-        self.least = Least(blueprint, asked.size.tokens, state_bytes)
-        self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
+    def __init__(self, blueprint: Blueprint, request: SearchRequest, say: Say) -> None:
+        self.blueprint, self.request, self.say = blueprint, request, say
+        self.model: OneOfEachLayer = one_of_each_layer(blueprint)
+        state_bytes = request.optimizer.least_bytes(blueprint.table, stored_dtype(COMPUTE))
+        self.least = LeastMemory(blueprint, request.size.tokens, state_bytes)
+        self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Variant], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
     def run(self) -> SearchResult:
-        tried, memory = self._tried, self.blueprint.recipe.memory
-        best = self.quickest(_LONG)
+        """Search with the user's options. If nothing fits, try `offload`; if that fails too, find the nearest mesh."""
+        meshes, memory = self._meshes, self.blueprint.recipe.memory
+        best = self.quickest(_STOP)
         if not best and not memory.offload and not self._once:
             offloaded = replace(memory, offload=True)
-            self._look(self._may_fit(tried, offloaded), offloaded, _LONGER)
-            best = self._told()
-        nearest = None if best else self._nearest(tried)
-        if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
+            self._cost_fastest(self._may_fit(meshes, offloaded), offloaded, _STOP_OFFLOADED)
+            best = self._fastest()
+        nearest = None if best else self._nearest(meshes)
+        # It may fit after all, if time ran out among faster meshes that did not.
+        if nearest is not None and nearest.figures.fits:
             best, nearest = [nearest], None
-        num_too_large = len(tried) - len(self._may_fit(tried, memory))
-        return SearchResult(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
+        num_too_large = len(meshes) - len(self._may_fit(meshes, memory))
+        return SearchResult(tuple(best), nearest, len(meshes), num_too_large, len(self.in_full))
 
     def quickest(self, until: float) -> list[Candidate]:
-        """Look with the options that are asked for alone. `until`: seconds of a CPU since the search began."""
+        """Search with the user's options alone. `until`: stop at this many CPU seconds since the search began."""
         memory = self.blueprint.recipe.memory
-        self._look(self._may_fit(self._tried, memory), memory, until)
-        return self._told()
+        self._cost_fastest(self._may_fit(self._meshes, memory), memory, until)
+        return self._fastest()
 
     @cached_property
-    def _tried(self) -> list[Cut]:
-        """All meshes that can be."""
+    def _meshes(self) -> list[Cut]:
+        """List all meshes that the model allows; raise if it allows none."""
         once = self.blueprint.recipe.memory.token_once
-        tried = [
-            cut for cut in cuts(self.blueprint, self.asked.size, self.asked.optimizer) if divides(once, cut.axes.ep)
+        meshes = [
+            cut for cut in cuts(self.blueprint, self.request.size, self.request.optimizer) if divides(once, cut.axes.ep)
         ]
-        if not tried:
-            raise MeshError(self._none())
-        return tried
+        if not meshes:
+            raise MeshError(self._no_mesh())
+        return meshes
 
-    def _told(self) -> list[Candidate]:
-        return sorted(self.best, key=lambda each: each.estimate.seconds)[: self.asked.top]
+    def _fastest(self) -> list[Candidate]:
+        """Return the fastest of the candidates that fit, as many as the user wants."""
+        return sorted(self.best, key=lambda each: each.estimate.seconds)[: self.request.top]
 
-    def _may_fit(self, tried: Sequence[Cut], memory: MemoryOptions) -> list[Cut]:
-        return [cut for cut in tried if self._least(cut, self._ways(cut, memory)[-1]) <= self.asked.device]
+    def _may_fit(self, meshes: Sequence[Cut], memory: MemoryOptions) -> list[Cut]:
+        """Drop the meshes that exceed the device even with the variant that needs the least memory."""
+        return [cut for cut in meshes if self._least(cut, self._variants(cut, memory)[-1]) <= self.request.device]
 
     @property
     def _once(self) -> bool:
-        """What stays gathered cannot lie on the host."""
+        """Return whether the user keeps parameters gathered or gradients unreduced, which `offload` cannot be with."""
         return self.blueprint.recipe.memory.gather_once or self.blueprint.recipe.memory.sum_once
 
-    def _none(self) -> str:
-        size = self.asked.size
+    def _no_mesh(self) -> str:
+        """Return the text of the error that no mesh is possible."""
+        size = self.request.size
         return (
             f"no mesh of {size.num_ranks} ranks divides this model and {size.global_tokens} tokens of a step into "
             f"micro-batches of {size.tokens}; choose a number of ranks such as {1 << (size.num_ranks - 1).bit_length()}"
             ", other --tokens or other --global-tokens"
         )
 
-    def _least(self, cut: Cut, way: Way) -> float:
-        """Return the bytes that a rank stores at least."""
-        return self.least.num_bytes(cut.axes, cut.num_batches, way.memory, holds=_holds(cut, way))
+    def _least(self, cut: Cut, variant: Variant) -> float:
+        """Return a lower bound of the bytes that a rank stores."""
+        return self.least.num_bytes(cut.axes, cut.num_batches, variant.memory, holds=_holds(cut, variant))
 
-    def _look(self, tried: Sequence[Cut], memory: MemoryOptions, until: float) -> None:
-        """Look for the best, a few more than are wanted, since a first price may be a little off. `until`: seconds of a
-        CPU since the search began."""
-        first = (self._priced(n, cut, self._ways(cut, memory)[0], len(tried)) for n, cut in enumerate(tried))
-        queue = _apart([*takewhile(lambda _: self._seconds < until / 2, first)])
+    def _cost_fastest(self, meshes: Sequence[Cut], memory: MemoryOptions, until: float) -> None:
+        """Cost meshes in full, the fastest by the quick estimate first, until enough of them fit. `until`: stop at this
+        many CPU seconds since the search began.
+
+        A mesh enters the queue with its fastest variant only. If that does not fit, its variants with less memory
+        follow, and are costed when no faster mesh is left.
+        """
+        # At most half of the time goes to quick estimates: a poor order of many meshes is worth less than a full cost.
+        first = (self._estimated(n, cut, self._variants(cut, memory)[0], len(meshes)) for n, cut in enumerate(meshes))
+        queue = _drop_slow_replicas([*takewhile(lambda _: self._seconds < until / 2, first)])
         heapify(queue)
-        taken, num = set[Cut](), self.asked.top + _MORE
+        taken, num = set[Cut](), self.request.top + _SPARE
         while queue and len(self.best) < num and self._seconds < until:
-            priced = heappop(queue)
-            self._tell(max(len(self.best) / num, self._seconds / _LONGEST))
-            if priced.cut in taken:
+            estimated = heappop(queue)
+            self._report_progress(max(len(self.best) / num, self._seconds / _STOP_NEAREST))
+            if estimated.cut in taken:
                 continue
-            if self._fits(priced.cut, priced.way):
-                taken.add(priced.cut)
-                self.best.append(self._in_full(priced.cut, priced.way))
+            if self._fits(estimated.cut, estimated.variant):
+                taken.add(estimated.cut)
+                self.best.append(self._in_full(estimated.cut, estimated.variant))
             else:
-                for more in self._smaller(priced):
+                for more in self._with_less_memory(estimated):
                     heappush(queue, more)
 
     @property
@@ -191,59 +211,72 @@ class Search:
         """Return the CPU seconds since the search began."""
         return time.process_time() - self.began
 
-    def _ways(self, cut: Cut, memory: MemoryOptions) -> list[Way]:
-        """The quickest first, and last the one that takes the least memory. What cannot fit is left out."""
+    def _variants(self, cut: Cut, memory: MemoryOptions) -> list[Variant]:
+        """List the variants of a mesh from the fastest to the one with the least memory.
+
+        Those that cannot fit are left out, except the last: it says how far the mesh is from fitting.
+        """
         pipeline = self.blueprint.recipe.pipeline
         is_open = cut.axes.pp > 1 and pipeline.hold is None and pipeline.schedule not in LATE
-        kinds = [replace(memory, recompute=kind) for kind in self.asked.recompute]
-        ways = [Way(kind, hold) for hold in ((True, False) if is_open else (pipeline.hold,)) for kind in kinds]
-        return [way for way in ways[:-1] if self._least(cut, way) <= self.asked.device] + ways[-1:]
+        kinds = [replace(memory, recompute=kind) for kind in self.request.recompute]
+        variants = [Variant(kind, hold) for hold in ((True, False) if is_open else (pipeline.hold,)) for kind in kinds]
+        return [each for each in variants[:-1] if self._least(cut, each) <= self.request.device] + variants[-1:]
 
-    def _smaller(self, priced: _Priced) -> Iterator[_Priced]:
-        """The same mesh in the ways that take less memory, unless even the least does not fit."""
-        first, *others = self._ways(priced.cut, replace(priced.way.memory, recompute=self.asked.recompute[0]))
-        if priced.way == first and others and self._fits(priced.cut, others[-1]):
-            for way in others:
-                yield self._priced(priced.number, priced.cut, way, 0)
+    def _with_less_memory(self, estimated: _Estimated) -> Iterator[_Estimated]:
+        """Yield the other variants of a mesh whose fastest one does not fit, unless even the smallest does not fit."""
+        first, *others = self._variants(
+            estimated.cut, replace(estimated.variant.memory, recompute=self.request.recompute[0])
+        )
+        if estimated.variant == first and others and self._fits(estimated.cut, others[-1]):
+            for variant in others:
+                yield self._estimated(estimated.number, estimated.cut, variant, 0)
 
-    def _fits(self, cut: Cut, way: Way) -> bool:
-        """Whatever `Figures` counts among what a rank stores counts here."""
-        return bool(self._in_full(cut, way).figures.fits)
+    def _fits(self, cut: Cut, variant: Variant) -> bool:
+        """Return whether a mesh fits, by everything that a plan counts."""
+        return bool(self._in_full(cut, variant).figures.fits)
 
-    def _priced(self, number: int, cut: Cut, way: Way, num: int) -> _Priced:
+    def _estimated(self, number: int, cut: Cut, variant: Variant, num: int) -> _Estimated:
+        """Estimate a mesh quickly. `num`: the number of all meshes, for the progress; 0: report none."""
         if num:
-            self._tell(_PRICES * number / num)
-        mark(self.model.blueprint.module, way.memory)
-        memory = held(way.memory) if _holds(cut, way) else way.memory
-        found = first_price(self.model, cut.axes, self._work(cut), memory, self.asked.cluster)
-        return _Priced(found.seconds, number, cut, way)
+            self._report_progress(_QUICK_SHARE * number / num)
+        mark(self.model.blueprint.module, variant.memory)
+        memory = hold_options(variant.memory) if _holds(cut, variant) else variant.memory
+        estimate = quick_estimate(self.model, cut.axes, self._work(cut), memory, self.request.cluster)
+        return _Estimated(estimate.seconds, number, cut, variant)
 
     def _work(self, cut: Cut) -> Work:
-        return work_of(cut.axes, self.asked.size.tokens, cut.num_batches)
+        """Return the size of a step on a mesh."""
+        return work_of(cut.axes, self.request.size.tokens, cut.num_batches)
 
-    def _in_full(self, cut: Cut, way: Way) -> Candidate:
-        asked, key, pipeline = self.asked, (cut, way), self.blueprint.recipe.pipeline
+    def _in_full(self, cut: Cut, variant: Variant) -> Candidate:
+        """Cost a mesh in full, once."""
+        request, key, pipeline = self.request, (cut, variant), self.blueprint.recipe.pipeline
         if key not in self.in_full:
-            blueprint = self.blueprint.with_options(pipeline=replace(pipeline, hold=way.hold), memory=way.memory)
+            blueprint = self.blueprint.with_options(
+                pipeline=replace(pipeline, hold=variant.hold), memory=variant.memory
+            )
             figures = Figures(
-                asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.optimizer, asked.cluster,
+                request.model, blueprint, cut.axes, self._work(cut), request.device, request.optimizer, request.cluster,
             )  # fmt: skip
-            self.in_full[key] = Candidate(figures, chosen_hold=way.hold if pipeline.hold is None else None)
+            self.in_full[key] = Candidate(figures, chosen_hold=variant.hold if pipeline.hold is None else None)
         return self.in_full[key]
 
-    def _nearest(self, tried: Sequence[Cut]) -> Candidate:
-        """Look with all that saves memory, among the meshes that cut a model into the smallest parts."""
-        most = replace(self.blueprint.recipe.memory, recompute=self.asked.recompute[-1], offload=not self._once)
-        smallest = sorted(tried, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
-        first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
+    def _nearest(self, meshes: Sequence[Cut]) -> Candidate:
+        """Return the mesh that exceeds the device by least, with every option that saves memory.
+
+        Only those that shard the model into the smallest parts are costed; of equal ones those with the most tp and pp.
+        """
+        most = replace(self.blueprint.recipe.memory, recompute=self.request.recompute[-1], offload=not self._once)
+        smallest = sorted(meshes, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
+        first, *others = (self._in_full(cut, self._variants(cut, most)[-1]) for cut in smallest[:_NEAREST])
         for each in others:
-            self._tell(self._seconds / _LONGEST)
-            if self._seconds < _LONGEST and each.left_bytes > first.left_bytes:
+            self._report_progress(self._seconds / _STOP_NEAREST)
+            if self._seconds < _STOP_NEAREST and each.left_bytes > first.left_bytes:
                 first = each
         return first
 
-    def _tell(self, done: float) -> None:
-        """Say now and then what share is done, which never falls, and what is best so far."""
+    def _report_progress(self, done: float) -> None:
+        """Print a line every few seconds: the share that is done, which never falls, and the best mesh so far."""
         self.done = max(self.done, min(done, 1.0))
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
@@ -253,34 +286,37 @@ class Search:
 
     @property
     def _so_far(self) -> str:
+        """Name the fastest mesh that fits so far."""
         if not self.best:
             return "none fits yet"
         best = min(self.best, key=lambda each: each.estimate.seconds)
         return f"the best so far: {best.figures.axes}, {best.estimate.seconds:.3g} s a step"
 
 
-def _holds(cut: Cut, way: Way) -> bool:
-    return cut.axes.pp > 1 and way.hold is not False
+def _holds(cut: Cut, variant: Variant) -> bool:
+    """Return whether a pipeline keeps parameters gathered. Where `hold` is None, the schedule needs it."""
+    return cut.axes.pp > 1 and variant.hold is not False
 
 
-def _apart(priced: Sequence[_Priced]) -> list[_Priced]:
-    """Of meshes that differ only in their replicas, those with more replicas must be worth the memory they take."""
-    kept: dict[Axes, list[_Priced]] = {}
-    for each in sorted(priced, key=lambda each: each.cut.axes.replicate):
+def _drop_slow_replicas(estimated: Sequence[_Estimated]) -> list[_Estimated]:
+    """Drop meshes with more replicas (HSDP) that are no faster than the same mesh with fewer, since they store more."""
+    groups: dict[Axes, list[_Estimated]] = {}
+    for each in sorted(estimated, key=lambda each: each.cut.axes.replicate):
         axes = each.cut.axes
-        alike = kept.setdefault(replace(axes, replicate=1, fsdp=axes.fsdp * axes.replicate), [])
-        if not alike or each.seconds < _WORTH * alike[-1].seconds:
-            alike.append(each)
-    return [each for alike in kept.values() for each in alike]
+        group = groups.setdefault(replace(axes, replicate=1, fsdp=axes.fsdp * axes.replicate), [])
+        if not group or each.seconds < _WORTH * group[-1].seconds:
+            group.append(each)
+    return [each for group in groups.values() for each in group]
 
 
-MOST_NODES = 4  # of a replica, where there are several: gathers among more take no less time than among all
-LEAST_TOKENS = 1024  # of a rank of cp: fewer would not be worth its exchanges
+MOST_NODES = 4  # of a replica, unless it is the only one: over more nodes all-gathers take about as long as over all
+LEAST_TOKENS = 1024  # per rank of cp: with fewer, its collectives cost more than they save
 
 
 @dataclass(frozen=True)
 class Size:
-    """What all meshes have in common. `tokens`: of a micro-batch. `global_tokens`: of a step, over all data ranks."""
+    """The step that every mesh of a search must do. `tokens`: per micro-batch. `global_tokens`: per step, over all data
+    ranks. A mesh with fewer data ranks accumulates gradients over more micro-batches."""
 
     num_ranks: int
     gpus_per_node: int
@@ -290,27 +326,33 @@ class Size:
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh, and the micro-batches of a step on it."""
+    """A mesh, and the number of micro-batches that each data rank has in a step on it."""
 
     axes: Axes
     num_batches: int
 
 
 def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
-    """tp stays within a node, and cp leaves a rank enough tokens. A replica, where there are several, is one node or a
-    few: a part of a node would send sums between nodes all the same. A pipeline gets as many micro-batches as it has
-    places, at least."""
+    """List the meshes that are worth trying.
+
+    tp stays within a node, since its collectives are exposed in every layer. cp leaves a rank enough tokens. Several
+    replicas have one node or a few each: with more than one in a node, gradients would cross nodes all the same.
+    A pipeline has at least as many micro-batches as coordinates on pp, or the bubble would reach half of a step.
+    """
     if size.global_tokens % size.tokens:
         raise ConfigError(
-            f"--global-tokens {size.global_tokens} is no multiple of the {size.tokens} tokens of a micro-batch; choose "
-            f"{-(-size.global_tokens // size.tokens) * size.tokens}"
+            f"--global-tokens {size.global_tokens} is not a multiple of the {size.tokens} tokens of a micro-batch; "
+            f"choose {-(-size.global_tokens // size.tokens) * size.tokens}"
         )
     return list(_cuts(size, _allowed(blueprint, optimizer), blueprint.balance.num_experts))
 
 
 def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
-    """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
-    come to other tokens (`ContextParallel`) is asked with cp alone, which it is of."""
+    """Return a function that checks whether the model allows some sizes of axes, and caches the answers.
+
+    Axes are checked in small groups, since each restricts only few others: far fewer checks than meshes.
+    """
+    # The options of `ContextParallel` belong to cp, and a mesh without cp would be refused with them.
     plain = blueprint.with_options(context=ContextParallel())
 
     @cache
@@ -321,6 +363,7 @@ def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
 
 
 def _cuts(size: Size, allowed: Callable[..., bool], num_experts: int) -> Iterator[Cut]:
+    """Yield the meshes, axis by axis from the outermost: pp, tp, cp, and what they leave to data ranks."""
     places = [pp for pp in divisors(size.num_ranks) if pp == 1 or allowed(pp=pp)]
     tps = [tp for tp in divisors(min(size.num_ranks, size.gpus_per_node)) if size.num_ranks % tp == 0]
     streams = size.global_tokens // size.tokens
@@ -333,6 +376,7 @@ def _cuts(size: Size, allowed: Callable[..., bool], num_experts: int) -> Iterato
 
 
 def _cps(num: int, tp: int, size: Size, allowed: Callable[..., bool]) -> Iterator[int]:
+    """Yield the powers of two that cp may be on `num` ranks."""
     cp = 1
     while num % cp == 0 and (cp == 1 or size.tokens // cp >= LEAST_TOKENS):
         if size.tokens % (cp * tp) == 0 and allowed(cp=cp, tp=tp):
@@ -341,13 +385,15 @@ def _cps(num: int, tp: int, size: Size, allowed: Callable[..., bool]) -> Iterato
 
 
 def _keeps_busy(pp: int, num_batches: int, allowed: Callable[..., bool]) -> bool:
-    return pp == 1 or (num_batches >= pp and allowed(pp + num_batches % pp, pp=pp))  # schedules ask for the rest alone
+    """Return whether a pipeline has enough micro-batches, and a number that its schedule takes."""
+    # Schedules restrict only the remainder by pp (interleaved 1F1B), so the smallest number with it stands for all.
+    return pp == 1 or (num_batches >= pp and allowed(pp + num_batches % pp, pp=pp))
 
 
 def _of_data_ranks(
     axes: Axes, num_batches: int, size: Size, allowed: Callable[..., bool], num_experts: int
 ) -> Iterator[Cut]:
-    """Data ranks are replicas, or hold a replica together; experts lie in groups of its ranks."""
+    """Yield the ways to divide data ranks into replicas and shards, and the ranks of a replica into groups of ep."""
     for replicate in divisors(axes.fsdp):
         replica = axes.fsdp // replicate * axes.cp * axes.tp
         if replicate > 1 and not size.gpus_per_node <= replica <= MOST_NODES * size.gpus_per_node:
@@ -358,4 +404,5 @@ def _of_data_ranks(
 
 
 def divisors(number: int) -> list[int]:
+    """List the divisors of a number in order."""
     return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,4 +1,7 @@
-"""The mesh as a picture: a cell for each rank, in blocks, and for each axis the ranks that rank 0 meets on it."""
+"""Pictures of a page: the mesh with a cell for each rank, the groups of each axis, and the pipeline schedule.
+
+Large meshes are shown in part: a browser should not draw thousands of cells that all look the same.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from .html import Cell, bytes_cell, section, table, tag, wrap
 from .pipeline_timing import about_schedule, layers_of_stage, place_lines, timetable
 from .tables import AxisLine, axis_lines
 
-_MOST_CELLS, _SAMPLE = 256, 128  # a replica of more ranks than the one is shown by the other
-_DARKEST, _LIGHTEST = 84, 66  # percent of shade on which numbers stay as they are, on a light page and on a dark one
+_MOST_CELLS, _SAMPLE = 256, 128  # of a replica with more ranks than the first, only the second number is drawn
+# Up to these shades, in percent, numbers keep their colour on a light page and on a dark one; above them they invert,
+# for a contrast of 4.5 to 1 (WCAG AA).
+_DARKEST, _LIGHTEST = 84, 66
 _MEANING = {
-    "pp": "each rank holds other layers; micro-batches pass through them in turn",
-    "replicate": "whole copies of the model, each with data of its own; gradients are summed once a step",
-    "fsdp": "each rank has data of its own, and stores a shard of every row",
+    "pp": "each rank holds different layers; micro-batches pass through them in turn",
+    "replicate": "whole copies of the model, each with its own data; gradients are reduced once a step",
+    "fsdp": "each rank has its own data, and stores a shard of the rows of every parameter",
     "cp": "the ranks share their data: each has a part of the tokens, and in attention a part of the heads",
     "tp": "the ranks share their data; each computes some heads and hidden units",
     "efsdp": "the ranks hold the same experts, each a shard of their rows",
@@ -30,8 +35,11 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of the `num_ranks` of one replica at one place on pp the first `shown`, in blocks of `cells` neighbours, `width`
-    of them in a row. `firsts`: the first rank of each place that is shown."""
+    """The layout of the picture: one replica, whose ranks are drawn in blocks of consecutive ranks.
+
+    `width`: cells in a row of a block. `cells`: ranks of a block. `num_ranks`: the ranks of the replica at one place on
+    pp; the first `shown` are drawn. `firsts`: the first rank of each place on pp that is drawn.
+    """
 
     width: int
     cells: int
@@ -41,27 +49,30 @@ class Blocks:
 
     @property
     def num_of_place(self) -> int:
+        """Return the number of blocks of a place on pp."""
         return -(-self.shown // self.cells)
 
     @property
     def num(self) -> int:
+        """Return the number of all blocks."""
         return len(self.firsts) * self.num_of_place
 
     def ranks_of(self, number: int) -> range:
-        """The ranks of a block."""
+        """Return the ranks of a block."""
         place, block = divmod(number, self.num_of_place)
         first, at = self.firsts[place], block * self.cells
         return range(first + at, first + min(at + self.cells, self.shown))
 
     @property
     def height(self) -> int:
+        """Return the number of rows of a block."""
         return -(-self.cells // self.width)
 
 
 def blocks_of(axes: Axes) -> Blocks:
-    """A block is a group of tp or, where that is larger, of ep: these are neighbours, and meet in every layer.
+    """Choose the blocks: groups of tp or, if those are larger, of ep. Their ranks communicate in every layer.
 
-    With neither there is one block. A row holds no part of a group of tp, unless such a group is very wide.
+    With neither, the replica is one block. A row does not split a group of tp, unless such a group is very wide.
     """
     replica = axes.fsdp * axes.cp * axes.tp
     shown = replica if replica <= _MOST_CELLS else _SAMPLE
@@ -69,15 +80,19 @@ def blocks_of(axes: Axes) -> Blocks:
     cells = min(group if group > 1 else shown, shown)
     widest = 16 if cells > 64 else 8
     firsts = axes.group(0, ("pp",))
+    # All places on pp hold the same number of ranks: if they are too many, one stands for all.
     firsts = firsts if len(firsts) * shown <= _MOST_CELLS else firsts[:1]
+    # The widest row that divides a group of tp, or the whole block without tp.
     even = [n for n in range(2, widest + 1) if (axes.tp if axes.tp > 1 else cells) % n == 0]
     return Blocks(max(even, default=min(widest, cells)), cells, replica, shown, firsts)
 
 
 def mesh_picture(figures: Figures) -> Iterator[str]:
+    """Draw the mesh, and below it a small map of the groups of each axis."""
     if figures.axes.world == 1:
         yield tag("p", "One process holds everything.")
         return
+    # Without experts the axis ep does nothing, and the picture should not show its groups.
     axes = figures.axes if figures.blueprint.balance.num_experts else replace(figures.axes, ep=1)
     blocks = blocks_of(axes)
     yield tag("p", _caption(axes))
@@ -88,11 +103,12 @@ def mesh_picture(figures: Figures) -> Iterator[str]:
         last = place == len(blocks.firsts) - 1
         drawn = (_block(axes, blocks, number) for number in numbers)
         yield wrap("div", name, *drawn, _more(axes, blocks) if last else "", kind=f"mesh-map{roomy}")
-    yield tag("p", "Below, for each axis of more than one rank: the ranks with which rank 0 talks over it.")
+    yield tag("p", "Below, for each axis of more than one rank: the ranks with which rank 0 communicates over it.")
     yield wrap("div", *(_axis(line, axes, blocks) for line in axis_lines(figures)), kind="axes-map")
 
 
 def _caption(axes: Axes) -> str:
+    """Say what a cell and its shade mean."""
     same = "ranks of one shade hold the same experts" + (" of a place" if axes.pp > 1 else "")
     shade = f"its place on ep: {same}" if axes.ep > 1 else "its data rank"
     replica = f"One replica of {axes.replicate:,} is shown. " if axes.replicate > 1 else ""
@@ -101,11 +117,13 @@ def _caption(axes: Axes) -> str:
 
 
 def _block(axes: Axes, blocks: Blocks, number: int) -> str:
+    """Draw a block of ranks."""
     cells = "".join(_cell(axes, blocks, rank) for rank in blocks.ranks_of(number))
     return wrap("div", cells, kind="block", style=f"--columns:{blocks.width}")
 
 
 def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
+    """Draw a rank, shaded by its experts or its data; its coordinates are the tooltip."""
     at = axes.coords(rank)
     if axes.ep > 1:
         place, last = at["ep"], axes.ep - 1
@@ -118,11 +136,12 @@ def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
 
 
 def _ink(shade: int) -> str:
-    """Which pages turn the colour of a number, so that it stands out by 4.5 to 1."""
+    """Return the class that inverts the colour of a number, on every page ("deep") or on dark ones ("middle")."""
     return "deep" if shade > _DARKEST else "middle" if shade > _LIGHTEST else ""
 
 
 def _more(axes: Axes, blocks: Blocks) -> str:
+    """Say which ranks are not drawn."""
     texts = []
     if blocks.num_ranks > blocks.shown:
         left = counted(blocks.num_ranks - blocks.shown, "rank")
@@ -135,6 +154,7 @@ def _more(axes: Axes, blocks: Blocks) -> str:
 
 
 def _axis(line: AxisLine, axes: Axes, blocks: Blocks) -> str:
+    """Draw the groups of an axis, with its meaning."""
     about = f"{counted(line.num_groups, 'group')} of {line.size:,}\none is {line.first_group}"
     if line.num_groups == 1:
         about = f"one group of all {line.size:,} ranks"
@@ -143,7 +163,8 @@ def _axis(line: AxisLine, axes: Axes, blocks: Blocks) -> str:
 
 
 def _map(axes: Axes, blocks: Blocks, axis: str) -> str:
-    """The same cells, small; those that rank 0 meets on the axis are filled."""
+    """Draw all cells small, and fill those in the group of rank 0 on an axis. Two paths keep the page small."""
+    # Units of the drawing: a cell is 5 wide and high, with a gap of 1, and 4 more between blocks.
     met, step = set(axes.group(0, (axis,))), 6
     columns = _columns(blocks)
     paths = {True: "", False: ""}
@@ -161,13 +182,13 @@ def _map(axes: Axes, blocks: Blocks, axis: str) -> str:
 
 
 def _columns(blocks: Blocks) -> int:
-    """Into how many columns the blocks of a small map go: full ones, half as wide again as high or nearly so."""
+    """Return the number of columns of a small map: no gaps, and a shape as close to 3:2 as possible."""
     full = [n for n in range(1, blocks.num + 1) if blocks.num % n == 0]
     return min(full, key=lambda n: abs(log(n * n * blocks.width / (blocks.num * blocks.height) / 1.5)))
 
 
-_MOST_BOXES = 2_048  # more are too narrow to be told apart
-_MOST_NUMBERED = 80  # units of time, in which a number can be read
+_MOST_BOXES = 2_048  # of a schedule: more would be too narrow to see
+_MOST_NUMBERED = 80  # units of time: in a longer schedule boxes are too narrow for numbers
 _KINDS = {
     FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: gradient of the input",
     WEIGHT: "backward: gradients of the weights",
@@ -175,15 +196,17 @@ _KINDS = {
 
 
 def pipeline_section(figures: Figures) -> str:
+    """Return the section of the pipeline: its schedule, and a table of its stages."""
     text = (
-        f"{about_schedule(figures)}. This is an estimate: a backward takes twice as long as a forward, a stage as long "
-        "as the elements that a token is multiplied with. Attention among tokens and transfers take no time here. The "
-        "bytes are exact."
+        f"{about_schedule(figures)}. This is an estimate: a backward takes twice as long as a forward, and the time "
+        "of a stage is proportional to the parameters that a token is multiplied with. Attention over tokens and "
+        "transfers take no time in it. The bytes are exact."
     )
     return section("The stages of the pipeline", tag("p", text), *_picture(figures), _places(figures))
 
 
 def _places(figures: Figures) -> str:
+    """Return a table of the places on pp: their layers, work, bubble and memory."""
     rows = (
         [
             Cell(f"pp {line.place}", "name"), Cell("\n".join(layers_of_stage(s) for s in line.stages), "lines"),
@@ -192,17 +215,22 @@ def _places(figures: Figures) -> str:
         ]
         for line in place_lines(figures)
     )  # fmt: skip
-    note = "Kept: the most micro-batches of a stage whose activations a rank has at once. Stored: by its first rank."
-    return table(["place", "has", "of the work", "waits", "keeps", "stored"], rows) + tag("p", note, "note")
+    note = (
+        "Keeps: the peak number of micro-batches of a stage whose activations a rank keeps. Stored: by its first rank."
+    )
+    return table(["place", "stages", "of the work", "idle", "keeps", "stored"], rows) + tag("p", note, "note")
 
 
 def _picture(figures: Figures) -> Iterator[str]:
+    """Draw the schedule: a row for each place on pp, a box for each action, as long as it takes."""
     rows = timetable(figures).rows
     num = sum(map(len, rows))
     if num > _MOST_BOXES:
-        yield tag("p", f"{counted(num, 'action')} are too many to be drawn; fewer --micro-batches show how it begins.")
+        yield tag(
+            "p", f"{counted(num, 'action')} are too many to be drawn; fewer --micro-batches show how a step begins."
+        )
         return
-    span = timetable(figures).makespan
+    span = timetable(figures).makespan  # the width of the picture in units of time
     numbered = span <= _MOST_NUMBERED
     drawn = (_row(place, row, span, numbered) for place, row in enumerate(rows))
     yield wrap("div", *drawn, kind="times", style=f"--span:{span:.2f}")
@@ -210,11 +238,13 @@ def _picture(figures: Figures) -> Iterator[str]:
     keys = [wrap("span", wrap("i", kind=kind), _KINDS[kind]) for kind in kinds]
     if any(len({slot.action.stage for slot in row}) > 1 for row in rows):
         keys.append(wrap("span", wrap("i", kind="F later"), "in a later stage of the place"))
+    # Below the width at which CSS hides the numbers, it hides this key too.
     keys += [tag("span", "the number is the micro-batch", "number-key")] if numbered else []
     yield wrap("p", *keys, kind="times-key")
 
 
 def _row(place: int, row: Sequence[Slot], span: float, numbered: bool) -> str:
+    """Draw the actions of a place on pp. Those of later stages are underlined, as lower-case letters at a terminal."""
     first = min(slot.action.stage for slot in row)
     boxes = (
         wrap(

@@ -1,4 +1,7 @@
-"""Placement and bill as lines of tables. Layers that are alike share a line, and so do the keys of experts."""
+"""Placement and bill as lines of tables. Identical layers share a line, and so do the keys of experts.
+
+A model of 94 layers with 128 experts has thousands of parameters; people compare the few kinds of them.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +17,51 @@ from ..sharding import Charge, Param, axes_left_to_sum, piece, place, summed_by_
 from ..weights import chosen
 from .figures import COMPUTE, Figures, live_axes
 
-_STORED_BYTES = widths_of(COMPUTE).stored  # of an element, as a rank keeps it
+_STORED_BYTES = widths_of(COMPUTE).stored  # per element of a trained parameter: a float32 master
 
 
 @dataclass(frozen=True)
 class ParameterLine:
-    """Parameters that differ only in their layer. {i} in a name is the number of the layer."""
+    """Parameters that differ only in their layer. {i} in the name stands for the number of the layer."""
 
     name: str
     remarks: tuple[str, ...]
     layers: str
     dims: str
-    cut: str  # what tp or ep gives to a rank
-    shards: str  # over which axes the rows of that cut are stored in shards
-    copies: str
-    num_parameters: int  # of them all
-    least_bytes: int  # of one of them on a rank
+    cut: str  # dims that tp or ep splits
+    shards: str  # axes over which FSDP shards the rows of what is left
+    copies: str  # axes on which each rank stores the same
+    num_parameters: int  # elements of all parameters of the line
+    least_bytes: int  # of one parameter on a rank
     most_bytes: int
-    by_fsdp: str  # over which axes FSDP sums the gradient
-    late: str  # over which axes the last sums do
-    keys: tuple[str, ...]
+    by_fsdp: str  # axes over which FSDP reduces the gradient
+    late: str  # axes over which the all-reduce at the end of the step does
+    keys: tuple[str, ...]  # in the files
 
 
 @dataclass(frozen=True)
 class ChargeLine:
-    """Charges that differ only in their layer."""
+    """Charges that differ only in their layer: collectives of the same operation, axes and size."""
 
     what: str
     layers: str
     op: str
     over: str
-    num_ranks: int  # in a group
-    one_bytes: int  # of one collective, its larger side
+    num_ranks: int  # in each group
+    one_bytes: int  # of one collective: its larger side
     count: int
     num_bytes: int
     axes: tuple[str, ...]
-    between: tuple[int, int] | None  # of one, where the router decides and `one_bytes` are likely
+    between: tuple[int, int] | None  # least and most bytes of one, if the router decides: `one_bytes` is an expectation
 
 
 def parameter_lines(figures: Figures) -> list[ParameterLine]:
-    return [_parameter_line(group, figures) for group in alike(figures.blueprint)]
+    """Return a line for each kind of parameter."""
+    return [_parameter_line(group, figures) for group in identical_params(figures.blueprint)]
 
 
-def alike(blueprint: Blueprint) -> list[list[Param]]:
-    """Parameters that differ only in their layer."""
+def identical_params(blueprint: Blueprint) -> list[list[Param]]:
+    """Group parameters that differ only in their layer: same name, dims, dtype and keys."""
     groups: dict[Any, list[Param]] = {}
     for param in blueprint.table:
         key = (_pattern(param.name)[0], tuple(param.dims.items()), param.float32, tuple(_keys(param, blueprint)))
@@ -66,14 +70,16 @@ def alike(blueprint: Blueprint) -> list[list[Param]]:
 
 
 def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
+    """Describe a group by its first parameter, which stands for all."""
     param, blueprint, axes = group[0], figures.blueprint, figures.axes
     rules = blueprint.spec.rules
     placement = place(param, rules, axes)
     places = blueprint.spec.places(param, axes)
+    # Of all ranks only the extreme ones are visited: a mesh may have thousands.
     coords = [at for at in map(axes.coords, figures.extremes) if at["pp"] in places]
     num_bytes = [_STORED_BYTES * piece(param, rules, axes, at).numel for at in coords]
     remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
-               "not in the files: drawn": param.name in blueprint.keymap.fresh,
+               "not in the files: initialised": param.name in blueprint.keymap.fresh,
                f"at pp {' and '.join(map(str, sorted(places)))}": axes.pp > 1 and param.layer is None}  # fmt: skip
     return ParameterLine(
         name=_pattern(param.name)[0],
@@ -93,16 +99,21 @@ def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
 
 
 def _keys(param: Param, blueprint: Blueprint) -> list[str]:
-    """Its keys in the files. Those that differ in one number (experts) stand as one."""
+    """List the keys of a parameter in the files. Keys that differ in one number (experts) share an entry."""
+    # Expert keys have two numbers, the layer and the expert; the layer is replaced first.
     runs: dict[str, list[int]] = {}
     for key in chosen(param, blueprint.keymap.choice).keys:
         text = _pattern(key)[0] if param.layer is not None else key
-        again, number = _pattern(text, "{}")
-        runs.setdefault(again, []).extend([] if number is None else [number])
+        pattern, number = _pattern(text, "{}")
+        runs.setdefault(pattern, []).extend([] if number is None else [number])
     return [text.replace("{}", "{" + ranges(numbers) + "}") for text, numbers in runs.items()]
 
 
 def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
+    """Yield a line for each kind of charge.
+
+    Charges are equal if all but the number of the layer agrees, so a line loses nothing but the order of layers.
+    """
     axes, groups = figures.axes, dict[Charge, list[int | None]]()
     for charge in figures.charges:
         what, layer = _pattern(charge.what)
@@ -124,7 +135,7 @@ def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
 
 
 def _pattern(name: str, mark: str = "{i}") -> tuple[str, int | None]:
-    """A name with its first number marked, and that number."""
+    """Replace the first number in a dotted name by `mark`; return the new name and the number."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     if at is None:
@@ -134,15 +145,16 @@ def _pattern(name: str, mark: str = "{i}") -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class AxisLine:
-    """An axis of more than one rank. Its groups are the ranks that differ on it alone."""
+    """An axis of more than one rank. Its groups are ranks that differ in their coordinate on it alone."""
 
     axis: str
     size: int
     num_groups: int
-    first_group: str  # of rank 0
+    first_group: str  # the one with rank 0
 
 
 def axis_lines(figures: Figures) -> list[AxisLine]:
+    """Return a line for each axis of more than one rank."""
     axes = figures.axes
     return [
         AxisLine(name, axes.size_of(name), axes.world // axes.size_of(name), ranges(axes.group(0, (name,)), ", "))
@@ -151,7 +163,7 @@ def axis_lines(figures: Figures) -> list[AxisLine]:
 
 
 def ranges(numbers: Sequence[int], between: str = " ") -> str:
-    """`0-3 8`; evenly spaced ones as `3-47 by 4`."""
+    """Shorten a list of numbers: consecutive ones as `0-3 8`, evenly spaced ones as `3-47 by 4`."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}-{numbers[-1]} by {steps.pop()}"

@@ -1,4 +1,8 @@
-"""A plan for a person at a terminal, and for a program."""
+"""Plans and searches as text for a terminal, and as JSON for programs.
+
+Programs read the JSON, so its keys are part of the public interface and stay, also where the text for people has
+newer words ("way_out", "savings").
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,10 @@ from . import step_time as times
 from .figures import Figures
 from .fit_advice import advice, helps, verdict
 from .mesh_checks import as_option
-from .search import Asked, Candidate, SearchResult
+from .search import Candidate, SearchRequest, SearchResult
 from .step_time import assumptions, times_as_json, tokens_a_second
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
 from .wording import (
-    at_the_fullest,
     duration,
     in_unit,
     kind,
@@ -33,17 +36,23 @@ from .wording import (
     name_of,
     nominal,
     not_counted,
+    peak_note,
     saved,
     size,
     span,
     unit_of,
 )
 
-STORES = "What a rank stores"
+STORES = "What a rank stores"  # the title of the table below which the note on the peak stands
 
 
 def print_plan(figures: Figures) -> None:
-    console, said = Console(), verdict(figures)
+    """Print a plan. The verdict comes last, where a reader at a terminal looks first.
+
+    docs/plan.md explains the tables in the order in which they appear.
+    """
+    console, result = Console(), verdict(figures)
+    # Rich does not break lines that users copy (paths, commands, schedules): soft_wrap leaves them to the terminal.
     console.print(Text(f"{figures.model} on {figures.axes}", style="bold"), soft_wrap=True)
     console.print(Text(about(figures)))
     tables = {
@@ -57,20 +66,21 @@ def print_plan(figures: Figures) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(grid)
-        if title == STORES and (note := at_the_fullest(figures)):
+        if title == STORES and (note := peak_note(figures)):
             console.print(Text(note))
     if figures.axes.pp > 1:
         _print_schedule(figures, console)
     console.print()
-    console.print(Text(said.text, style={True: "bold green", False: "bold red", None: "bold"}[said.ok]))
-    console.print(Padding(Text(said.more), (0, 0, 0, 2)))
-    if said.ok is None:
-        console.print(Text("  meshwright plan MODEL --device 80GB tells whether that fits."))
+    console.print(Text(result.text, style={True: "bold green", False: "bold red", None: "bold"}[result.ok]))
+    console.print(Padding(Text(result.more), (0, 0, 0, 2)))
+    if result.ok is None:
+        console.print(Text("  Add --device 80GB to see whether that fits."))
     for note in notes(figures):
         console.print(Padding(Text(note), (0, 0, 0, 2)))
 
 
 def about(figures: Figures) -> str:
+    """Describe the model and its options in a line."""
     experts, axes = figures.blueprint.balance.num_experts, figures.axes
     parts = [counted(axes.world, "rank"), f"{large(figures.num_parameters)} parameters"]
     parts.append(counted(len(figures.blueprint.module.layers), "layer"))
@@ -80,45 +90,50 @@ def about(figures: Figures) -> str:
 
 
 def notes(figures: Figures) -> list[str]:
-    """What a reader might believe that is not so."""
-    found = []
+    """List what could mislead a reader of the plan."""
+    lines = []
     way = ways(figures.blueprint.spec, figures.axes)
     if way:
-        found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.ContextParallel) chooses another way.")
+        lines.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.ContextParallel) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
-        found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
-    return found + (pipeline_timing.pipeline_notes(figures) if figures.axes.pp > 1 else [])
+        lines.append(f"ep={figures.axes.ep} changes nothing in this model: it has no experts.")
+    return lines + (pipeline_timing.pipeline_notes(figures) if figures.axes.pp > 1 else [])
 
 
 def step(figures: Figures) -> str:
+    """Describe the size of a step."""
     work = figures.work
     batches = counted(work.num_batches, "micro-batch", "micro-batches")
     return f"each data rank has {batches} of {counted(work.tokens, 'token')}"
 
 
 def _parameters(figures: Figures) -> Grid:
+    """Return a table of the placement of parameters, a row for each kind."""
     lines, grid = parameter_lines(figures), _grid()
+    # On 80 columns rich shrinks what has no fixed width. So names, which users copy into patterns, and numbers keep
+    # one line, and placements wrap.
     grid.add_column("parameter", width=max(32, *(len(line.name) for line in lines)))
-    grid.add_column("lies")
+    grid.add_column("placement")
     grid.add_column("on a rank", justify="right", width=len("to 999 bytes"))
     for line in lines:
         more = "; ".join(filter(None, [f"layers {line.layers}" if line.layers else "", line.dims, *line.remarks]))
         name = Text(line.name).append(f"\n{more}", style="dim")
-        grid.add_row(name, "\n".join(lies(line)), span(line.least_bytes, line.most_bytes, "\nto "))
+        grid.add_row(name, "\n".join(placement(line)), span(line.least_bytes, line.most_bytes, "\nto "))
     return grid
 
 
-def lies(line: ParameterLine) -> list[str]:
-    """What each axis does to it."""
+def placement(line: ParameterLine) -> list[str]:
+    """List what tensor and expert parallelism, FSDP and replication do to a parameter."""
     named = {"cut": line.cut, "rows over": line.shards, "copies over": line.copies}
     return [f"{what} {axes}" for what, axes in named.items() if axes != "-"] or ["whole"]
 
 
 def _places(figures: Figures) -> Grid:
+    """Return a table of the places on pp: their layers, work, bubble and memory."""
     grid = _grid()
     grid.add_column("on pp")
-    grid.add_column("has")
-    for column in ("of the work", "waits", "keeps", "a rank stores"):
+    grid.add_column("stages")
+    for column in ("of the work", "idle", "keeps", "a rank stores"):
         grid.add_column(column, justify="right")
     for line in pipeline_timing.place_lines(figures):
         stages, shares = zip(
@@ -132,20 +147,22 @@ def _places(figures: Figures) -> Grid:
 
 
 def _print_schedule(figures: Figures, console: Console) -> None:
+    """Print the schedule as a line for each place on pp, unless it is wider than the terminal."""
     table = pipeline_timing.timetable(figures)
-    columns = min(3, int((console.width - 4) / table.makespan))  # of a unit of time; what is before it takes 4
+    columns = min(3, int((console.width - 4) / table.makespan))  # characters per unit of time; 4 for the place
     console.print()
-    console.print(Text("Who does what when", style="bold"))
-    console.print(Text(f"{pipeline_timing.about_schedule(figures)}. An estimate: --html says of what."))
+    console.print(Text("The pipeline schedule", style="bold"))
+    console.print(Text(f"{pipeline_timing.about_schedule(figures)}. An estimate: --html shows its assumptions."))
     if columns < 1:
-        console.print(Text("It is too long to be drawn here: --html draws it."))
+        console.print(Text("It is too long to be drawn in this terminal: --html draws it."))
         return
     console.print(Text(pipeline_timing.LEGEND))
     console.print(Text(draw(table, columns)), soft_wrap=True)
 
 
 def _memory(figures: Figures) -> Grid:
-    unit = unit_of(figures.most.num_bytes)
+    """Return a table of the ranks that store most and least, by kind."""
+    unit = unit_of(figures.most.num_bytes)  # one for the whole table, so that its numbers can be compared
     grid = _grid()
     grid.add_column("")
     for memory, which in zip(figures.memories, ("most", "least"), strict=False):
@@ -161,6 +178,7 @@ def _memory(figures: Figures) -> Grid:
 
 
 def _traffic(figures: Figures) -> Grid | Padding:
+    """Return a table of the collectives of a step by axes and operation, with link and time if a cluster is known."""
     rows = figures.traffic
     if not rows:
         return Padding(Text("none: this is one process"), (0, 0, 0, 2))
@@ -172,8 +190,8 @@ def _traffic(figures: Figures) -> Grid | Padding:
     for column in ("link", "estimated") if figures.cluster else ():
         grid.add_column(column, justify="right" if column == "estimated" else "left")
     for row in rows:
-        found = times.sent_of(figures, row) if figures.cluster else None
-        more = () if found is None else (found.link, duration(found.seconds))
+        time = times.link_time(figures, row) if figures.cluster else None
+        more = () if time is None else (time.link, duration(time.seconds))
         grid.add_row(row.over, row.op, f"{row.count:,}", size(row.num_bytes), *more)
     grid.add_section()
     total, count = sum(row.num_bytes for row in rows), sum(row.count for row in rows)
@@ -182,6 +200,7 @@ def _traffic(figures: Figures) -> Grid | Padding:
 
 
 def _times(figures: Figures) -> Grid:
+    """Return a table of the parts of the estimated time of a step, with its assumptions as the caption."""
     grid, lines = _grid(), times.step_lines(figures)
     grid.add_column("")
     for column in ("seconds", "of a step"):
@@ -195,13 +214,14 @@ def _times(figures: Figures) -> Grid:
 
 
 def _grid() -> Grid:
+    """Return an empty table in the style of all tables."""
     return Grid(box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
-    """Every number exactly. `origin`: what made it, when, and by which command."""
-    axes, work, said, state_dtype = figures.axes, figures.work, verdict(figures), figures.optimizer.state_dtype
-    of_step = {name: value for name, value in asdict(work).items() if name != "begins"}  # a plan trains everything
+    """Return a plan as JSON, with exact numbers. `origin`: versions, date and command."""
+    axes, work, result, state_dtype = figures.axes, figures.work, verdict(figures), figures.optimizer.state_dtype
+    of_step = {name: value for name, value in asdict(work).items() if name != "begins"}  # a plan trains every layer
     return {
         **origin,
         "model": figures.model,
@@ -210,9 +230,9 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "pipeline": pipeline_timing.pipeline_json(figures) if axes.pp > 1 else None,
         "num_parameters": figures.num_parameters,
         "head": figures.blueprint.head,
-        "savings": asdict(figures.memory),
+        "savings": asdict(figures.memory),  # the fields of `mw.MemoryOptions`
         "state_dtype": None if state_dtype is None else name_of(state_dtype),
-        "refused": [],
+        "refused": [],  # of an impossible mesh only this list is printed, with its reasons
         "notes": notes(figures),
         "parameters": [asdict(line) for line in parameter_lines(figures)],
         "memory": [
@@ -226,8 +246,8 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         ],
         "not_counted": not_counted(figures),
         "device_bytes": figures.device,
-        "fits": said.ok,
-        "way_out": advice(figures) if said.ok is False else None,
+        "fits": result.ok,
+        "way_out": advice(figures) if result.ok is False else None,
         "step": {**of_step, "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
         "traffic": [times.timed(figures, row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),
@@ -239,25 +259,27 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
 
 
 _HOST, _PIPELINE = "the host", "its pipeline"
-_ALIKE = 0.01  # of a step: no estimate is that exact
+_NEGLIGIBLE = 0.01  # of a step: the estimate is not that exact
 
 
 def parts_of_step(candidate: Candidate) -> dict[str, float]:
-    """What takes the time of a step, as a sentence names it."""
-    found = candidate.estimate
-    waits = {f"{wait.what} {wait.link}": wait.seconds for wait in found.waits}
-    hidden = {"gathers and sums of FSDP beyond products": found.not_hidden}
-    return {"products": found.products, _HOST: found.launching, **waits, **hidden, _PIPELINE: found.bubble}
+    """Return the seconds of each part of a step, under names that fit into a sentence. They add up to the step."""
+    times = candidate.estimate
+    waits = {f"{wait.what} {wait.link}": wait.seconds for wait in times.waits}
+    exposed = {"collectives of FSDP beyond matmuls": times.not_hidden}
+    return {"matmuls": times.products, _HOST: times.launching, **waits, **exposed, _PIPELINE: times.bubble}
 
 
 def why(candidate: Candidate, first: Candidate) -> str:
-    """One sentence: what it waits for most, and of all but the first what makes it slower."""
+    """Say in a sentence what a mesh waits for most, and what makes it slower than the first one."""
     parts, seconds = parts_of_step(candidate), candidate.estimate.seconds
-    what, most = max(((w, s) for w, s in parts.items() if w != "products"), key=lambda part: part[1])
-    waits = f"waits {most / seconds:.0%} of a step for {what}" if most >= _ALIKE * seconds else "waits for nothing long"
+    # Matmuls are the work itself, not a wait.
+    what, most = max(((w, s) for w, s in parts.items() if w != "matmuls"), key=lambda part: part[1])
+    waits = f"waits {most / seconds:.0%} of a step for {what}" if most >= _NEGLIGIBLE * seconds else "hardly waits"
     slower, before = seconds - first.estimate.seconds, parts_of_step(first)
-    if candidate is first or slower < _ALIKE * first.estimate.seconds:
-        return waits if candidate is first else f"{waits}; as quick as the first"
+    if candidate is first or slower < _NEGLIGIBLE * first.estimate.seconds:
+        return waits if candidate is first else f"{waits}; as fast as the first"
+    # Of the parts that differ from the first mesh, name the one that adds most.
     longer = max(parts, key=lambda name: parts[name] - before.get(name, 0.0))
     more, verb = duration(parts[longer] - before.get(longer, 0.0)), "takes" if longer in (_HOST, _PIPELINE) else "take"
     if longer == what:
@@ -265,42 +287,50 @@ def why(candidate: Candidate, first: Candidate) -> str:
     return f"{waits}; {longer} {verb} {more} longer than in the first"
 
 
-def print_found(found: SearchResult, asked: Asked) -> None:
-    console, first = Console(), (*found.best, found.nearest)[0]
+def print_search(result: SearchResult, request: SearchRequest) -> None:
+    """Print the result of a search, and last the command that prints the full plan of the best mesh."""
+    console, first = Console(), (*result.best, result.nearest)[0]  # a search has at least one of these
     assert first is not None
-    title = f"{asked.model} on {counted(asked.size.num_ranks, 'rank')} of {asked.device_name} ({nominal(asked.device)})"
+    title = (
+        f"{request.model} on {counted(request.size.num_ranks, 'rank')} of {request.device_name} "
+        f"({nominal(request.device)})"
+    )
     console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(Text(_about(found, asked, first)))
-    if found.best:
+    console.print(Text(_about(result, request, first)))
+    if result.best:
         console.print()
-        console.print(_table(found))
-        for number, candidate in enumerate(found.best, 1):
+        console.print(_table(result))
+        for number, candidate in enumerate(result.best, 1):
             console.print(Text(f"{number:>2} {_mesh(candidate)}"))
             console.print(Padding(Text(f"{why(candidate, first)}."), (0, 0, 0, 3)))
     else:
-        console.print(Text(f"none fits {nominal(asked.device)}", style="bold red"))
+        console.print(Text(f"none fits {nominal(request.device)}", style="bold red"))
         console.print(Padding(Text(_nearest(first)), (0, 0, 0, 2)))
     console.print()
     console.print(Text(f"{assumptions(first.figures)} {not_counted(first.figures)}"))
-    console.print(Text(f"  {command(first, asked)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"  {command(first, request)}", style="bold"), soft_wrap=True)
 
 
-def _about(found: SearchResult, asked: Asked, first: Candidate) -> str:
-    tokens = asked.size.global_tokens
+def _about(result: SearchResult, request: SearchRequest, first: Candidate) -> str:
+    """Say what was searched: the step, and how many meshes were possible, too large, and costed."""
+    tokens = request.size.global_tokens
     return (
         f"{large(first.figures.num_parameters)} parameters; {tokens:,} tokens a step in micro-batches of "
-        f"{asked.size.tokens:,}. {counted(found.num_meshes, 'mesh', 'meshes')} can be. {found.num_too_large:,} of them "
-        f"are too large whatever recomputes. {found.num_in_full:,} were reckoned in full."
+        f"{request.size.tokens:,}. {counted(result.num_meshes, 'mesh', 'meshes')} possible. "
+        f"{result.num_too_large:,} of them cannot fit, however much they recompute. "
+        f"{result.num_in_full:,} were costed in full."
     )
 
 
-def _table(found: SearchResult) -> Grid:
+def _table(result: SearchResult) -> Grid:
+    """Return a table of the best meshes: their time, its parts, and the memory they store and leave free."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
-    for column in ("a step", "products", "waits", "host", "gathers", "bubble", "stored", "left"):
+    for column in ("a step", "matmuls", "waits", "host", "FSDP", "bubble", "stored", "free"):
         grid.add_column(column, justify="right")
-    for number, candidate in enumerate(found.best, 1):
+    for number, candidate in enumerate(result.best, 1):
         times, figures = candidate.estimate, candidate.figures
+        # In the order of the columns: "host" and "FSDP" only as far as matmuls do not hide them.
         parts = (times.products, times.waited, times.launching, times.not_hidden, times.bubble)
         grid.add_row(
             str(number), duration(times.seconds), *(f"{part / times.seconds:.0%}" for part in parts),
@@ -310,18 +340,20 @@ def _table(found: SearchResult) -> Grid:
 
 
 def _mesh(candidate: Candidate) -> str:
+    """Describe a mesh and its options in a line. `hold` is named only if the search chose it."""
     figures = candidate.figures
     host, batches = figures.most.host_bytes, counted(figures.work.num_batches, "micro-batch", "micro-batches")
-    on_host = [f"{size(host)} of a rank on the host"] if host else []
+    on_host = [f"{size(host)} per rank on the host"] if host else []
     hold = [] if candidate.chosen_hold is None else [f"hold={candidate.chosen_hold}"]
     return ", ".join([str(figures.axes), batches, *hold, *saved(figures), *on_host])
 
 
 def _nearest(nearest: Candidate) -> str:
+    """Say how far the nearest mesh is from fitting, and what would make it fit."""
     stored, more = size(nearest.figures.most.device_bytes), size(-nearest.left_bytes)
     return (
         f"The nearest is {_mesh(nearest)}: a rank stores {stored}, which is {more} too much, most of it "
-        f"{_largest(nearest)}. Way out: {way_out(nearest)}."
+        f"{_largest(nearest)}. To fit, {remedy(nearest)}."
     )
 
 
@@ -331,30 +363,35 @@ def _largest(candidate: Candidate) -> str:
     return f"{kind(most.what, candidate.figures)} ({size(most.num_bytes)})"
 
 
-def way_out(nearest: Candidate) -> str:
-    found = [*helps(nearest.figures), *nearest.figures.choices]
-    return f"take {' or '.join(found)}" if found else "take more ranks, larger devices, or fewer --tokens"
+def remedy(nearest: Candidate) -> str:
+    """Return what would make a mesh fit, as the end of a sentence. Each option is enough on its own."""
+    options = [*helps(nearest.figures), *nearest.figures.choices]
+    return f"choose {' or '.join(options)}" if options else "choose more ranks, larger devices, or fewer --tokens"
 
 
-def command(candidate: Candidate, asked: Asked) -> str:
-    """What tells all of it: the command of the search, with what it chose in the place of what it was asked."""
+def command(candidate: Candidate, request: SearchRequest) -> str:
+    """Return the command that prints the full plan: that of the search, with the mesh and options that it chose.
+
+    Its figures equal those of the search exactly, which a test checks.
+    """
     figures = candidate.figures
     work, memory = figures.work, figures.memory
     chosen = ["--mesh", as_option(figures.axes), "--tokens", str(work.tokens), "--micro-batches", str(work.num_batches)]
     chosen += ["--recompute", memory.recompute] if memory.recompute != "none" else []
     chosen += ["--offload"] if memory.offload else []
     chosen += {True: ["--hold"], False: ["--no-hold"], None: []}[candidate.chosen_hold]
-    return shlex.join([*_that_do_something(asked.words, figures.axes), *chosen])
+    return shlex.join([*_words_for_mesh(request.words, figures.axes), *chosen])
 
 
-def _that_do_something(words: Sequence[str], axes: Axes) -> Iterator[str]:
-    """Without options of an axis that the mesh lacks, which would be refused."""
+def _words_for_mesh(words: Sequence[str], axes: Axes) -> Iterator[str]:
+    """Yield the words of a command without options of axes that the mesh lacks: `plan` would refuse them."""
     with_value = [
         *(["--schedule", "--stages", "--ends"] if axes.pp == 1 else []),
         *(["--context"] if axes.cp == 1 else []),
     ]
     alone, left = ["--hold", "--no-hold"] if axes.pp == 1 else [], iter(words)
     for word in left:
+        # The value of an option is the next word, unless "=" joins it to the name.
         name, equals, _ = word.partition("=")
         if name in with_value:
             next(left) if not equals else None
@@ -362,28 +399,30 @@ def _that_do_something(words: Sequence[str], axes: Axes) -> Iterator[str]:
             yield word
 
 
-def search_as_json(found: SearchResult, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
-    first = (*found.best, found.nearest)[0]
+def search_as_json(result: SearchResult, request: SearchRequest, origin: Mapping[str, str]) -> dict[str, Any]:
+    """Return the result of a search as JSON. `origin`: versions, date and command."""
+    first = (*result.best, result.nearest)[0]
     assert first is not None
     return {
         **origin,
-        "model": asked.model,
-        "ranks": asked.size.num_ranks,
-        "device_bytes": asked.device,
-        "tokens": asked.size.tokens,
-        "global_tokens": asked.size.global_tokens,
-        "num_meshes": found.num_meshes,
-        "num_too_large": found.num_too_large,
-        "num_in_full": found.num_in_full,
-        "best": [_candidate_as_json(candidate, first, asked) for candidate in found.best],
-        "way_out": None if found.nearest is None else way_out(found.nearest),
-        "nearest": None if found.nearest is None else _candidate_as_json(found.nearest, found.nearest, asked),
+        "model": request.model,
+        "ranks": request.size.num_ranks,
+        "device_bytes": request.device,
+        "tokens": request.size.tokens,
+        "global_tokens": request.size.global_tokens,
+        "num_meshes": result.num_meshes,
+        "num_too_large": result.num_too_large,
+        "num_in_full": result.num_in_full,
+        "best": [_candidate_as_json(candidate, first, request) for candidate in result.best],
+        "way_out": None if result.nearest is None else remedy(result.nearest),
+        "nearest": None if result.nearest is None else _candidate_as_json(result.nearest, result.nearest, request),
         "assumptions": assumptions(first.figures),
         "not_counted": not_counted(first.figures),
     }
 
 
-def _candidate_as_json(candidate: Candidate, first: Candidate, asked: Asked) -> dict[str, Any]:
+def _candidate_as_json(candidate: Candidate, first: Candidate, request: SearchRequest) -> dict[str, Any]:
+    """Return a mesh of a search as JSON."""
     figures = candidate.figures
     return {
         "mesh": asdict(figures.axes),
@@ -396,5 +435,5 @@ def _candidate_as_json(candidate: Candidate, first: Candidate, asked: Asked) -> 
         "device_bytes": figures.most.device_bytes,
         "left_bytes": candidate.left_bytes,
         "why": why(candidate, first),
-        "command": command(candidate, asked),
+        "command": command(candidate, request),
     }

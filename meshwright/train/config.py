@@ -1,4 +1,11 @@
-"""What a run is: the fields of its file, with what each means. docs/train-config.md is made of these declarations."""
+"""The schema of a run file: one pydantic model per TOML section, one field per option.
+
+Each field is declared once. Its type is the check, and the string below it is its description: docs/train-config.md,
+examples/meshwright.schema.json and `--set` are made from these (`config_docs.py`). Options of how a model is run
+(memory, pipeline, context parallelism) are declared in `recipe.py` and become fields by `section_from`.
+
+Models are strict: TOML has types, so a quoted number is a mistake and is never converted.
+"""
 
 from __future__ import annotations
 
@@ -24,62 +31,75 @@ from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 
 @dataclass(frozen=True)
 class Fixed:
-    """Whether a run that goes on must have the value that it began with, of a field or of all in a section."""
+    """Mark a field, or all fields of a section, as fixed for the life of a run.
+
+    A resumed run must have the same value. The mark is metadata of the annotation, and the innermost one counts.
+    """
 
     fixed: bool = True
 
 
-WARM_UP = 2  # steps before a trace: in them memory grows, kernels are chosen and layers compiled
+WARM_UP = 2  # steps before a trace starts: memory grows, kernels are chosen and layers compile during them
 FIXED, FREE = Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _false(given: Any) -> Any:
-    """Refuse 0 and 0.0, which Python takes for false."""
-    if given is not False:
+def _only_false(value: Any) -> Any:
+    """Refuse 0 and 0.0, which are equal to False in Python, so that pydantic's Literal would take them."""
+    if value is not False:
         raise PydanticCustomError("literal_error", "it should be {expected}", {"expected": "false"})
-    return given
+    return value
 
 
-No = Annotated[Literal[False], BeforeValidator(_false)]
-CheckpointPath = Annotated[str, Field(pattern="/")]  # without a slash, a slip in "auto" would be a path
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
+CheckpointPath = Annotated[str, Field(pattern="/")]  # without the slash, a typo of "auto" would be a path
 
 
 class Section(BaseModel):
+    """A table of the run file: frozen, strict, no unknown keys, no NaN or infinity.
+
+    The string below each field is its description.
+    """
+
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
     )
 
 
 class MeshSection(Section):
-    """How many ranks there are on each axis. Their product, without ep, is the number of processes."""
+    """The number of ranks on each mesh axis. Their product, without ep, is the number of processes."""
 
     replicate: Positive = 1
-    """Copies of the model, each with its own data."""
+    """Copies of the model (DDP, HSDP), each with its own data."""
     fsdp: Positive = 1
-    """Ranks that share the parameters of a copy, each with its own data."""
+    """Ranks that shard the parameters of a copy (FSDP2, ZeRO-3), each with its own data."""
     tp: Positive = 1
-    """Ranks that share every layer and work on the same data."""
+    """Tensor parallel: ranks that split every layer and work on the same data."""
     ep: Positive = 1
-    """Ranks that share the experts, out of those that there are."""
+    """Expert parallel: ranks that divide the experts among them, out of the ranks of fsdp x cp x tp."""
     cp: Positive = 1
-    """Ranks that share the tokens of a stream, for long documents; they work on the same data."""
+    """Context parallel: ranks that split the tokens of a stream, for long documents; they work on the same data."""
     pp: Positive = 1
-    """Ranks that follow each other in the layers: pipeline stages. They work on the same data."""
+    """Pipeline parallel: ranks that hold consecutive layers (stages). They work on the same data."""
 
     @property
     def num_data_ranks(self) -> int:
+        """The data-parallel size: ranks of cp, tp and pp read the same batches."""
         return self.replicate * self.fsdp
 
     @property
     def world(self) -> int:
+        """The world size. Experts reuse the ranks of fsdp x cp x tp, so ep does not multiply it."""
         return self.pp * self.num_data_ranks * self.cp * self.tp
 
 
-def made_of(options: type[Any], base: type[Section] = Section, but: Container[str] = ()) -> type[Section]:
-    """Make a section with a field for each field of a dataclass of options."""
+def section_from(options: type[Any], base: type[Section] = Section, but: Container[str] = ()) -> type[Section]:
+    """Create a section with a field for each field of a dataclass of options, except those in `but`.
+
+    The dataclass stays the only declaration, so that Python, the run file and the command line cannot drift apart.
+    """
     chosen: dict[str, Any] = {
         each.name: _declared(each) for each in dataclasses.fields(options) if each.name not in but
     }
@@ -87,247 +107,253 @@ def made_of(options: type[Any], base: type[Section] = Section, but: Container[st
 
 
 def _declared(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    """Return the annotation and the pydantic field of an option, from the metadata of its dataclass field."""
     choices, default = option.metadata["choices"], [] if option.default == () else option.default
-    kind = Literal[choices] if choices else _of_a_file(option.type)
+    kind = Literal[choices] if choices else _toml_type(option.type)
     kind = kind | None if choices and default is None else kind
     text = Field(default, description=option.metadata["text"])
     return (Annotated[kind, FIXED] if option.metadata["fixed"] else kind), text
 
 
-def _of_a_file(kind: Any) -> Any:
-    """Return the type that a file holds of an option: numbers are above 0, and sequences are lists."""
+def _toml_type(kind: Any) -> Any:
+    """Return the type of an option in TOML: integers are above 0, and sequences are lists."""
     if isinstance(kind, UnionType):
-        return reduce(or_, map(_of_a_file, get_args(kind)))
+        return reduce(or_, map(_toml_type, get_args(kind)))
     if get_origin(kind) in (tuple, Sequence):
-        return GenericAlias(list, (_of_a_file(get_args(kind)[0]),))
+        return GenericAlias(list, (_toml_type(get_args(kind)[0]),))
     return Positive if kind is int else kind
 
 
-class ContextSection(made_of(ContextParallel)):  # type: ignore[misc]  # the fields are those of the dataclass
-    """How layers come to the tokens of other ranks of cp; docs/long-contexts.md says what each way costs."""
+class ContextSection(section_from(ContextParallel)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Context parallelism: how layers exchange tokens over cp; docs/long-contexts.md compares the costs."""
 
 
-class PipelineSection(made_of(Pipeline)):  # type: ignore[misc]  # the fields are those of the dataclass
-    """How a step goes through the stages, where the mesh has pp."""
+class PipelineSection(section_from(Pipeline)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """The pipeline schedule and its stages, for meshes with pp."""
 
 
 class PicturesSection(Section):
-    """How pictures and videos of chats are read, where the tower is trained."""
+    """Limits and paths of images and videos in chats, for `tower = true`."""
 
     root: Annotated[str, FREE] = ""
-    """The directory in which relative paths begin; by default that of the data."""
+    """The directory that relative paths start from; by default the directory of the data."""
     max_pixels: Positive | None = None
-    """A picture with more is made smaller; 1024 of them take one token. By default as the processor says."""
+    """Larger images are scaled down to this; 1024 pixels make one token. By default the limit of the processor."""
     max_video_pixels: Positive | None = None
-    """The same of all pictures of a video together; 2048 of them take one token."""
+    """The limit for all frames of a video together; 2048 pixels make one token."""
     fps: Annotated[float, Field(gt=0)] | None = None
-    """How many pictures a second are taken of a video; by default as the processor says, mostly 2."""
+    """Frames sampled per second of a video; by default the rate of the processor, usually 2."""
 
 
 class SourceSection(Section):
-    """Where documents come from, and what is learnt of them."""
+    """Where documents come from, and which of their tokens are trained on."""
 
     path: Annotated[str | list[str], FREE]
     """A file (.jsonl, .parquet, .txt, .md, or a .json that is a list of rows), a directory of them (without .json), a
     Hugging Face data set (a hub id, or a directory that save_to_disk has written), or a list of these."""
     hf_subset: Annotated[str, FREE] = ""
-    """Of a hub id, or of a directory that is laid out like one: which of its subsets."""
+    """The subset (configuration) to load, for a hub id or a directory with the layout of one."""
     hf_split: Annotated[str, FREE] = ""
-    """Of a Hugging Face data set: which of its splits, such as "train"; needed where it has several."""
+    """The split of a Hugging Face data set, such as "train"; needed if it has several."""
     hf_revision: Annotated[str, FREE] = ""
-    """Of a hub id: the branch, tag or commit; by default the newest."""
+    """The branch, tag or commit of a hub id; by default the newest."""
     kind: Literal["chat", "text", "tokens"] = "chat"
-    """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
+    """chat: messages, trained on the assistant's. text: trained on every token. tokens: rows of token ids."""
     name: str = ""
-    """What the source is called in messages and metrics; by default its path."""
+    """The name of the source in messages and metrics; by default its path."""
     fields: dict[str, str] = {}
-    """What fields are called in the rows, by what they are called here: {messages = "dialog"}."""
+    """Column names: standard name = name in the rows, such as {messages = "dialog"}."""
     thinking: Literal["auto"] | bool = "auto"
-    """Whether the prompt of a turn asks for thinking; "auto": where the turn thinks."""
+    """Enable thinking in prompts; "auto": for the turns that think."""
     turns: Literal["each", "last", "joined"] = "each"
-    """Which turns of the assistant are learnt. "joined" renders a chat once, by the marks of its template."""
+    """Which assistant turns are trained on. "joined" renders a chat once, with the generation marks of its template."""
     template: Annotated[str, FREE] = ""
-    """A file with a chat template, instead of the tokenizer's."""
+    """A file with a chat template, to replace the tokenizer's."""
     template_args: dict[str, JsonValue] = {}
-    """What the template gets beside the messages."""
+    """Further arguments of the chat template."""
     split: Literal["file", "paragraph", "line"] = "file"
-    """What is a document in a .txt or .md."""
+    """The unit that makes a document in a .txt or .md."""
     pictures: PicturesSection = PicturesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
-    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut. Those that are
-    dropped are counted by `meshwright data`."""
+    """Treatment of documents longer than a stream: stop the run (the default for chats), drop them, or cut them (the
+    default for texts). `meshwright data` counts dropped ones."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What becomes of rows that cannot be used: they stop the run before it starts, or are left out and counted. Either
-    way a file beside the cache names each."""
+    """Treatment of rows that cannot be used: stop the run before it starts, or skip and count them. Either way a
+    file next to the cache lists each."""
 
 
 class DataSection(SourceSection):
     """A source of documents."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the source in an epoch; 0.5 takes another half in each. A weight of which not one document follows is
-    refused."""
-    share: Share | None = None
-    """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
+    """Passes over the source per epoch; 0.5 takes a different half each time. A weight too small for a single document
+    is refused."""
+    share: Fraction | None = None
+    """The share of all tokens, instead of a weight. Set it for all sources or for none, and not with epochs."""
 
 
 class LengthSection(Section):
+    """The part of `[train]` that is not made from options: sizes, the end of the run, the dtype."""
+
     length: Annotated[int, Field(ge=2), FIXED] = 8192
-    """Tokens of a packed stream, which is a micro-batch of a data rank."""
+    """Tokens of a packed stream (sequence length). A stream is a micro-batch of a data rank."""
     tokens_per_step: Annotated[Positive | None, FIXED] = None
-    """Tokens of a step over all data ranks, filler included; how many micro-batches follows. By default 32 streams."""
+    """Global batch size in tokens, with padding; determines the number of micro-batches. By default 32 streams."""
     steps: Positive | None = None
-    """How many steps; or epochs, or tokens. By default one epoch."""
+    """The number of steps. Alternatives are `epochs` and `tokens`; by default one epoch."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """How many passes over the data."""
+    """The number of passes over the data."""
     tokens: str | Positive | None = None
-    """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
+    """The number of tokens, optionally with K, M, B or T: "2B"."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Return the dtype of matmuls. Weights and moments are kept in float32, or in float64 with that."""
+    """The compute dtype of matmuls. Trained weights and optimizer state are float32, or float64 with "float64"."""
 
 
-_ELSEWHERE = {"head", "dtype", "memory", "pipeline", "context"}  # declared in another way than by `made_of(Recipe)`
+_BY_HAND = {"head", "dtype", "memory", "pipeline", "context"}  # fields of Recipe that `section_from` leaves out
 
 
-class TrainSection(made_of(MemoryOptions, made_of(Recipe, LengthSection, _ELSEWHERE))):  # type: ignore[misc]  # as above
-    """How much is trained, and in which pieces."""
+class TrainSection(section_from(MemoryOptions, section_from(Recipe, LengthSection, _BY_HAND))):  # type: ignore[misc]
+    """Length of the run, batch sizes, and how the model is run."""
 
     deterministic: bool = False
-    """Only operations that give the same bits each time; slower."""
+    """Use deterministic operations only: the same bits every time; slower."""
     router_aux: Literal["pooled", "previous"] = "pooled"
-    """How the load of experts is balanced, where the model's config asks for it."""
+    """The router's load-balancing loss (arXiv 2101.03961), if the model's config asks for it. "pooled" counts the
+    tokens per expert in a micro-batch of all data ranks, "previous" in the previous step."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What follows a loss or a norm that is no number: the end, or the next step; after 3 in a row always the end."""
+    """Reaction to a non-finite loss or norm: stop, or skip the step. Three in a row always stop the run."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
-    """Hours after which the run saves and ends."""
+    """Hours until the run saves and ends."""
     early_stopping: Positive | None = None
-    """The run ends when so many evaluations in a row have found no lower loss."""
+    """End the run after this many evaluations in a row without a lower loss (patience)."""
 
     @property
     def streams_per_step(self) -> int:
+        """Global batch size in streams."""
         return self.step_tokens // self.length
 
     @property
     def step_tokens(self) -> int:
+        """`tokens_per_step`, with its default filled in."""
         return 32 * self.length if self.tokens_per_step is None else self.tokens_per_step
 
 
 class OptimSection(Section):
-    """AdamW, and its learning rate over the steps."""
+    """AdamW and the learning-rate schedule."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """The highest learning rate."""
+    """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps. Once "wsd" has
-    begun to fall, the run cannot be made longer."""
+    """The decay of the rate: none, linear, cosine, or linear over the last `decay` of the steps ("wsd":
+    warmup, stable, decay). Once "wsd" decays, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """In which it rises from 0: a share of the steps, or a number of them."""
-    decay: Share = 0.2
-    """The share of the steps in which wsd falls."""
+    """Steps over which the rate rises from 0: a number, or a fraction of all steps."""
+    decay: Fraction = 0.2
+    """The fraction of all steps over which "wsd" decays."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where it ends, as a share of lr."""
+    """The final rate, as a fraction of lr."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Of AdamW."""
+    """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Of AdamW."""
+    """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Of AdamW. Norms and biases do not decay."""
-    max_norm: Annotated[float, Field(gt=0)] | No = 1.0
-    """Gradients are scaled down to this norm, a number above 0; false does not scale them."""
+    """AdamW's decoupled weight decay. Norms and biases do not decay."""
+    max_norm: Annotated[float, Field(gt=0)] | OnlyFalse = 1.0
+    """Clip the global gradient norm to this number above 0; false does not clip."""
     state_dtype: Literal["float32", "bfloat16", "uint8"] | None = None
-    """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8, and
-    "uint8" about 2."""
+    """The stored dtype of the optimizer state (both moments); by default that of the weights. "bfloat16" takes 4 bytes
+    per parameter instead of 8, "uint8" about 2."""
 
 
 class HeldOutSection(SourceSection):
-    """One of several held-out sets; each needs a name of its own."""
+    """One of several held-out sets; each needs a unique name."""
 
 
 class EvalSection(SourceSection):
-    """Held-out data, of which the loss is told."""
+    """Held-out data to evaluate on."""
 
     path: str | list[str] = ""
-    """As of [[data]]; without one nothing is evaluated."""
+    """As in [[data]]; without a path nothing is evaluated."""
     every: Positive = 100
-    """Steps between two evaluations; there is one at the end too."""
+    """Steps between two evaluations; one more runs at the end."""
     sets: list[HeldOutSection] = []
-    """Several sets, each with a name, instead of the one of `path`."""
+    """Several named sets, instead of the single one of `path`."""
     best: bool = False
-    """The checkpoint with the lowest loss stays in OUT/best, beside those that [save] keeps."""
+    """Keep the checkpoint with the lowest loss in OUT/best, in addition to those of [save]."""
 
 
 class SaveSection(Section):
-    """Checkpoints, from which the same command goes on."""
+    """Checkpoints, from which the same command resumes."""
 
     every: Positive = 200
-    """Steps between two checkpoints; there is one at the end too."""
+    """Steps between two checkpoints; one more is written at the end."""
     keep: Positive | Literal["all"] = 3
-    """How many of the last ones stay."""
+    """The number of newest checkpoints to keep."""
     keep_every: Positive | None = None
-    """Those of every so many steps stay too."""
+    """Keep the checkpoints of every multiple of this many steps too."""
     wait: bool = False
-    """The next step begins when a checkpoint is on the disk; by default it is written beside the training."""
+    """Wait until a checkpoint is on the disk; by default it is written in the background (asynchronously)."""
     export: bool = True
     """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""
 
 
 class SampleSection(Section):
-    """Texts that the model writes during the run. Each token takes a forward of its own, of all prompts together."""
+    """Texts that the model generates during the run. Each token takes one forward pass over all prompts."""
 
     prompts: list[str] = []
-    """What a user says, if the first source is of chats: its template, template_args and thinking hold, and with
-    thinking = "auto" the template decides. Otherwise where a text begins. Without any nothing is sampled."""
+    """User messages, if the first source is of chats: its template, template_args and thinking apply, and with
+    thinking = "auto" the template decides. Otherwise beginnings of texts. Without prompts nothing is sampled."""
     every: Positive = 500
-    """Steps between two samples; there is one at the end too."""
+    """Steps between two samples; one more is made at the end."""
     tokens: Positive = 64
-    """Of each text at most; it ends earlier where the model ends it."""
-    top_p: Share | None = None
-    """Each token is drawn from the likeliest that have this probability together; by default the likeliest is taken."""
+    """The largest number of tokens per text; the model may end it earlier."""
+    top_p: Fraction | None = None
+    """Nucleus sampling: draw from the likeliest tokens of this total probability. By default greedy."""
 
 
 class LogSection(Section):
-    """Where metrics go, beside OUT/metrics.jsonl and the terminal."""
+    """Where metrics go, in addition to OUT/metrics.jsonl and the terminal."""
 
     every: Positive = 1
-    """Steps between two lines on the terminal; metrics.jsonl has all."""
+    """Steps between two lines on the terminal; metrics.jsonl has every step."""
     plain: bool = False
-    """Lines on the terminal instead of a live view."""
+    """Print lines on the terminal instead of a live view."""
     tensorboard: bool = False
     """Write OUT/tensorboard too."""
     wandb: str = ""
-    """The project of Weights & Biases that gets them too."""
+    """The Weights & Biases project to log to as well."""
     profile: Annotated[int, Field(ge=0)] = 0
-    """Steps to trace with torch's profiler, after the first two of a start: OUT/profile/rank-0.json.gz of each rank."""
+    """Steps to trace with torch's profiler, after the first two: OUT/profile/rank-0.json.gz, one file per rank."""
 
 
 class LaunchSection(Section):
-    """How the ranks of this machine are started; torchrun has options of its own."""
+    """Start and restart of the ranks of this machine; under torchrun its options apply instead."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often a run whose rank died is started again from its newest checkpoint."""
+    """The number of restarts from the newest checkpoint after a rank has failed."""
     fewer: bool = False
-    """A restart leaves out the rank that failed: the mesh gets smaller, fsdp first, then replicate. By default this
-    waits until a rank has failed twice."""
+    """Leave out the failed rank at the first restart: the mesh shrinks, fsdp first, then replicate. By default only
+    after a rank has failed twice."""
     shutdown_timeout: Positive = 600
-    """Seconds in which the ranks may save after a signal, before they are killed."""
+    """Seconds that the ranks have to save after a signal before they are killed."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that the ranks wait for one that is silent before the run ends. Under torchrun too."""
+    """Seconds that ranks wait for a silent one before the run ends. Applies under torchrun too."""
 
 
 class Config(Section):
-    """All of a run."""
+    """A whole run file."""
 
     model: str
-    """A Hugging Face directory, a hub id, a checkpoint, or a run (RUN, RUN/best), of which the newest is taken."""
+    """A Hugging Face directory, a hub id, a checkpoint, or a run (RUN, RUN/best), whose newest checkpoint is taken."""
     out: str
-    """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
+    """The output directory: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
-    """Of the order of the data, and of what is drawn in samples."""
+    """The random seed of the data order and of samples."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
-    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a
-    slash: begin from that checkpoint, where OUT has none. For its weights alone, give it as the model."""
+    """auto: resume from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a slash: start from
+    that checkpoint if OUT has none. To load only its weights, pass it as `model`."""
     cache: str = "~/.cache/meshwright"
-    """Where tokenised data is kept, for all runs of a machine."""
+    """Where tokenised data is cached, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
     pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()
@@ -342,20 +368,20 @@ class Config(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """How the model is run."""
+        """The options of how the model is run, as `mw.load` takes them."""
         train = self.train.model_dump()
         memory = MemoryOptions(**{name: train[name] for name in MemoryOptions.__dataclass_fields__})
         pipeline, context = Pipeline(**self.pipeline.model_dump()), ContextParallel(**self.context.model_dump())
-        own = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _ELSEWHERE}
-        return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **own)
+        others = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _BY_HAND}
+        return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **others)
 
 
-Place = tuple[str | int, ...]  # ("data", 0, "weight")
+Place = tuple[str | int, ...]  # the path of a field: ("data", 0, "weight")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A field that holds a value, not a section. `field.metadata` has its marks."""
+    """A field that holds a value, not a section. `field.metadata` holds its `Fixed` mark."""
 
     place: Place
     field: FieldInfo
@@ -363,7 +389,7 @@ class Leaf:
 
 
 def leaves(section: BaseModel, at: Place = ()) -> Iterator[Leaf]:
-    """All values of a config. A list of sections is one, and so is what it holds."""
+    """Yield every value of a config. A list of sections is yielded itself, and then the values in it."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -375,7 +401,7 @@ def leaves(section: BaseModel, at: Place = ()) -> Iterator[Leaf]:
 
 
 def declared(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """All fields that there are, sections among them."""
+    """Yield the path and field of everything that a section declares, nested sections included."""
     for name, field in section.model_fields.items():
         yield (*at, name), field
         inner = section_of(field.annotation)
@@ -384,7 +410,7 @@ def declared(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field is, or is a list of."""
+    """Return the section class of a field or of its list elements; None for a plain value."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):
             return each
@@ -392,31 +418,34 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_list(annotation: Any) -> bool:
+    """Return whether a field is a list."""
     return get_origin(annotation) is list
 
 
 def named(place: Place) -> str:
+    """Format the path of a field: `data[0].weight`."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
 
-def written(value: Any) -> str:
-    """As in the file. tomllib reads, and nothing in the standard library writes."""
+def to_toml(value: Any) -> str:
+    """Format a value as TOML, which the standard library can only read."""
     if isinstance(value, BaseModel):
-        return written(value.model_dump(exclude_defaults=True))
+        return to_toml(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {written(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {to_toml(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(to_toml, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # nan, inf, -inf
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     text = json.dumps(value, ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # JSON takes it bare, TOML does not
+    return text.replace("\x7f", "\\u007f")  # DEL: allowed raw in JSON strings, not in TOML
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else written(name)
+    """Quote a TOML key unless it may stand bare."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)

@@ -1,4 +1,11 @@
-"""Fields that are right alone and wrong together. Each function tells of one matter, by place and sentence."""
+"""Checks of fields against each other, which pydantic's checks of single fields cannot make.
+
+Each function checks one topic and yields mistakes: the path of the field to change, and a sentence that ends with the
+fix. Nothing is raised, so that all mistakes of a file come in one message. The checks are pure arithmetic on the
+config: no file, model or device is touched (`preflight.py` does that).
+
+A field that would have no effect is a mistake too: whoever wrote it expects one.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +16,44 @@ from math import ceil
 from ..axes import Axes
 from ..errors import ConfigError, MeshError
 from ..sharding import hops
-from .config import WARM_UP, Config, EvalSection, OptimSection, Place, SampleSection, SourceSection, written
+from .config import WARM_UP, Config, EvalSection, OptimSection, Place, SampleSection, SourceSection, to_toml
 from .lr_schedule import refusal
 
-Told = Iterator[tuple[Place, str]]
-MOST_STEPS = 10**9  # more would take 30 years at one a second
+Mistakes = Iterator[tuple[Place, str]]
+MOST_STEPS = 10**9  # about 30 years at one step per second
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_OF_CHATS = ("thinking", "turns", "template", "template_args")
+_CHAT_FIELDS = ("thinking", "turns", "template", "template_args")
 
 
-def contradictions(config: Config) -> Told:
-    for matter in (
-        _of_the_end, _of_a_step, _of_the_mesh, _of_stages, _of_shares, _of_sources, _of_names, _of_the_schedule,
-        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_the_recipe, _of_moments,
+def contradictions(config: Config) -> Mistakes:
+    """Yield every contradiction between fields, with the path of the field to change."""
+    for check in (
+        _check_end, _check_step_size, _check_mesh, _check_pipeline, _check_shares, _check_sources, _check_names,
+        _check_schedule, _check_evaluation, _check_samples, _check_profile, _check_checkpoints, _check_restarts,
+        _check_recipe, _check_optimizer_state,
     ):  # fmt: skip
-        yield from matter(config)
+        yield from check(config)
 
 
 def num_tokens(text: str | int) -> int | None:
-    """`2B` as a number."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMBT]?)\s*", str(text).upper())
+    """Parse a number of tokens such as 2000, "2B" or "1.5k"; None if it is not one."""
+    parsed = re.fullmatch(r"\s*([\d.]+)\s*([KMBT]?)\s*", str(text).upper())
     try:
-        return round(float(found[1]) * _UNITS[found[2]]) if found else None
-    except (ValueError, OverflowError):
+        return round(float(parsed[1]) * _UNITS[parsed[2]]) if parsed else None
+    except (ValueError, OverflowError):  # "1.2.3", or too large for a float
         return None
 
 
 def num_steps(config: Config) -> int | None:
-    """Where the config says it alone; with epochs the data says it."""
+    """Return the number of steps if the config determines it; None with epochs, which depend on the data."""
     train = config.train
     if train.tokens is not None:
         return ceil((num_tokens(train.tokens) or 0) / train.step_tokens) or None
     return train.steps
 
 
-def _of_the_end(config: Config) -> Told:
+def _check_end(config: Config) -> Mistakes:
+    """Allow one way to say when the run ends, and a number of steps that a plan can hold."""
     train = config.train
     ends = [name for name in ("steps", "epochs", "tokens") if getattr(train, name) is not None]
     if len(ends) > 1:
@@ -52,7 +62,7 @@ def _of_the_end(config: Config) -> Told:
             f"{' and '.join(ends)} say when the run ends; give one (--set train.{ends[0]}= leaves it out)",
         )
     if train.tokens is not None and not num_tokens(train.tokens):
-        yield ("train", "tokens"), f'{written(train.tokens)} is no number of tokens; write 2000000000 or "2B"'
+        yield ("train", "tokens"), f'{to_toml(train.tokens)} is not a number of tokens; write 2000000000 or "2B"'
     steps = num_steps(config) or 0
     if steps > MOST_STEPS:
         what = "" if train.tokens is None else f" of {train.step_tokens:,} tokens"
@@ -62,30 +72,39 @@ def _of_the_end(config: Config) -> Told:
         )
 
 
-def _of_a_step(config: Config) -> Told:
+def _check_step_size(config: Config) -> Mistakes:
+    """Require a whole number of micro-batches on each data rank, the same on all.
+
+    All data ranks run the same collectives in a step, so none may have a micro-batch more. The message offers the
+    nearest sizes and, for the size as it is, the data-parallel sizes that divide it.
+    """
     length, ranks, step = config.train.length, config.mesh.num_data_ranks, config.train.step_tokens
     if step % (length * ranks) == 0:
         return
-    fits = max(1, step // (length * ranks)) * length * ranks
-    ways = [f"tokens_per_step = {fits} or {fits + length * ranks}"]
+    smaller = max(1, step // (length * ranks)) * length * ranks
+    fixes = [f"tokens_per_step = {smaller} or {smaller + length * ranks}"]
     if step % length == 0:
-        fitting = [str(n) for n in range(1, step // length + 1) if step // length % n == 0]
-        ways.append(f"replicate x fsdp of {', '.join(fitting[:12])}{', ...' * (len(fitting) > 12)}")
+        divisors = [str(n) for n in range(1, step // length + 1) if step // length % n == 0]
+        fixes.append(f"replicate x fsdp of {', '.join(divisors[:12])}{', ...' * (len(divisors) > 12)}")
     default = " (32 streams, the default)" * (config.train.tokens_per_step is None)
     yield (
         ("train", "tokens_per_step"),
-        f"{step}{default} is no multiple of length x data ranks, {length} x {ranks}; take {', or '.join(ways)}",
+        f"{step}{default} is not a multiple of length x data ranks, {length} x {ranks}; take {', or '.join(fixes)}",
     )
 
 
-def _of_the_mesh(config: Config) -> Told:
-    length, share = config.train.length, config.mesh.cp * config.mesh.tp
-    if length % share:
-        fits, axes = max(1, length // share) * share, "cp x tp" if config.mesh.cp > 1 else "tp"
+def _check_mesh(config: Config) -> Mistakes:
+    """Require what the mesh needs of the length, and axes that fit each other.
+
+    The ranks of cp x tp split each stream into equal parts (context and sequence parallelism).
+    """
+    length, parts = config.train.length, config.mesh.cp * config.mesh.tp
+    if length % parts:
+        shorter, axes = max(1, length // parts) * parts, "cp x tp" if config.mesh.cp > 1 else "tp"
         more = "" if config.train.tokens_per_step is None else ", and a multiple of it as tokens_per_step"
         yield (
             ("train", "length"),
-            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}"
+            f"{length} tokens cannot be divided evenly over {axes} = {parts} ranks; take {shorter} or {shorter + parts}"
             f"{more}",
         )
     try:
@@ -97,30 +116,40 @@ def _of_the_mesh(config: Config) -> Told:
         yield ("train", "token_once"), str(error)
 
 
-def _of_stages(config: Config) -> Told:
+def _check_pipeline(config: Config) -> Mistakes:
     if config.mesh.pp == 1 and config.pipeline != type(config.pipeline)():
-        yield ("pipeline",), "it says how a step goes through pipeline stages, and there is one; give pp of [mesh] too"
+        yield ("pipeline",), "it configures pipeline stages, but the mesh has only one; set pp of [mesh] too"
 
 
-def _of_shares(config: Config) -> Told:
+def _check_shares(config: Config) -> Mistakes:
+    """Require shares of all sources or of none, that add up to 1, and an end of the run in tokens.
+
+    An epoch is defined by weights: with shares, a source may be read twice while another is not yet through.
+    """
     shares = [data.share for data in config.data]
-    given = [share for share in shares if share is not None]
-    if not given:
+    actual = [share for share in shares if share is not None]
+    if not actual:
         return
     with_share = next(n for n, share in enumerate(shares) if share is not None)
     if None in shares:
-        yield ("data", shares.index(None), "share"), "other sources have a share of the tokens; give all one or none"
-    elif abs(sum(given) - 1) > 0.005:  # thirds are written 0.333
-        yield ("data", with_share, "share"), f"the shares of all sources are {sum(given):.6g} together; make it 1"
+        yield (
+            ("data", shares.index(None), "share"),
+            "other sources have a share of the tokens; set it for all sources or for none",
+        )
+    elif abs(sum(actual) - 1) > 0.005:  # a third may be written 0.333
+        yield (
+            ("data", with_share, "share"),
+            f"the shares of all sources add up to {sum(actual):.6g}; they must add up to 1",
+        )
     if config.train.steps is None and config.train.tokens is None:
-        yield ("data", with_share, "share"), "with shares there are no epochs; give steps or tokens of [train]"
+        yield ("data", with_share, "share"), "shares do not define epochs; set steps or tokens of [train]"
     for number, data in enumerate(config.data):
         if data.share is not None and data.weight != 1:
-            yield ("data", number, "weight"), "share and weight both say how often a source is seen; give one"
+            yield ("data", number, "weight"), "share and weight both say how often a source is read; set one of them"
 
 
 def sources_in(config: Config) -> Iterator[tuple[Place, SourceSection]]:
-    """Return all sources of a config, those to train on and those held out, with their places."""
+    """Yield all sources of a config, for training and held out, with the paths of their sections."""
     for number, data in enumerate(config.data):
         yield ("data", number), data
     yield ("eval",), config.eval
@@ -128,86 +157,103 @@ def sources_in(config: Config) -> Iterator[tuple[Place, SourceSection]]:
         yield ("eval", "sets", number), held_out
 
 
-def _of_sources(config: Config) -> Told:
-    """What would have no effect is refused: somebody meant something by it."""
+def _check_sources(config: Config) -> Mistakes:
+    """Refuse empty paths, and fields that do nothing for this kind of source."""
     plain = SourceSection(path="")
     for place, source in sources_in(config):
         if source.path == [] or (source.path == "" and source is not config.eval):
             yield (*place, "path"), "it is empty; name a file or a directory"
-        for name in _OF_CHATS if source.kind != "chat" else ():
+        for name in _CHAT_FIELDS if source.kind != "chat" else ():
             if getattr(source, name) != getattr(plain, name):
-                yield (*place, name), f'it is of chats, and the kind of this source is "{source.kind}"; leave it out'
+                yield (
+                    (*place, name),
+                    f'it applies to chats, but the kind of this source is "{source.kind}"; leave it out',
+                )
         if source.kind != "text" and source.split != plain.split:
-            yield (*place, "split"), f'it is of texts, and the kind of this source is "{source.kind}"; leave it out'
+            yield (
+                (*place, "split"),
+                f'it applies to texts, but the kind of this source is "{source.kind}"; leave it out',
+            )
 
 
-def _of_names(config: Config) -> Told:
+def _check_names(config: Config) -> Mistakes:
+    """Require unique names: metrics are keyed by them."""
     for place, names in (
         (("data",), [data.name for data in config.data]),
         (("eval", "sets"), [held_out.name for held_out in config.eval.sets]),
     ):
         for number, name in enumerate(names):
             if name and name in names[:number]:
-                yield (*place, number, "name"), f"another source is called {written(name)} too; choose another name"
+                yield (*place, number, "name"), f"another source has the name {to_toml(name)} too; choose another"
             if not name and "eval" in place:
-                yield (*place, number, "name"), "a set has no name, and metrics are told by it; give it one"
+                yield (*place, number, "name"), "a set has no name, which its metrics need; set one"
 
 
-def _of_the_schedule(config: Config) -> Told:
+def _check_schedule(config: Config) -> Mistakes:
+    """Refuse fields that the chosen schedule ignores, and a warm-up or decay longer than the run."""
     optim, steps, plain = config.optim, num_steps(config), OptimSection()
     if optim.schedule != "wsd" and optim.decay != plain.decay:
-        yield ("optim", "decay"), f'it is of the schedule "wsd", not of "{optim.schedule}"; leave one of them out'
+        yield ("optim", "decay"), f'it applies to the schedule "wsd", not to "{optim.schedule}"; leave one of them out'
     if optim.schedule == "constant" and optim.final != plain.final:
-        yield ("optim", "final"), 'the schedule "constant" does not fall; leave one of them out'
-    if wrong := refusal(optim, steps):
-        yield ("optim", wrong[0]), wrong[1]
+        yield ("optim", "final"), 'the schedule "constant" does not decay; leave one of them out'
+    if mistake := refusal(optim, steps):
+        yield ("optim", mistake[0]), mistake[1]
 
 
-def _of_evaluation(config: Config) -> Told:
+def _check_evaluation(config: Config) -> Mistakes:
+    """Require held-out data, in one place, wherever a field depends on it."""
     section = config.eval
     if section.path and section.sets:
-        yield ("eval", "sets"), "path and sets both name held-out data; give one"
+        yield ("eval", "sets"), "path and sets both name held-out data; set one of them"
     if not section.path and not section.sets:
         if section != EvalSection():
-            yield ("eval", "path"), "there is nothing to evaluate; give path of [eval], or leave the section out"
+            yield (
+                ("eval", "path"),
+                "the section names nothing to evaluate; set path of [eval], or leave the section out",
+            )
         if config.train.early_stopping:
-            yield ("train", "early_stopping"), "it looks at evaluations, and there are none; give path of [eval]"
+            yield ("train", "early_stopping"), "it depends on evaluations, but the run makes none; set path of [eval]"
 
 
-def _of_samples(config: Config) -> Told:
+def _check_samples(config: Config) -> Mistakes:
     section = config.sample
     if not section.prompts and section != SampleSection():
-        yield ("sample", "prompts"), "there is nothing to sample from; give prompts, or leave the section out"
+        yield ("sample", "prompts"), "the section has nothing to sample from; set prompts, or leave the section out"
     if "" in section.prompts:
         number = section.prompts.index("")
-        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs a word to go on from"
+        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs at least one token to continue"
 
 
-def _of_traces(config: Config) -> Told:
-    wanted, steps = config.log.profile, num_steps(config)
-    if wanted and steps is not None and wanted + WARM_UP > steps:
-        ways = f"take at most {steps - WARM_UP}" if steps > WARM_UP else "leave it out"
-        yield ("log", "profile"), f"{wanted} steps after the first {WARM_UP}, and the run has {steps}; {ways}"
+def _check_profile(config: Config) -> Mistakes:
+    """Require a run long enough for the trace after its warm-up steps."""
+    traced, steps = config.log.profile, num_steps(config)
+    if traced and steps is not None and traced + WARM_UP > steps:
+        fix = f"take at most {steps - WARM_UP}" if steps > WARM_UP else "leave it out"
+        yield ("log", "profile"), f"{traced} steps after the first {WARM_UP}, and the run has {steps}; {fix}"
 
 
-def _of_checkpoints(config: Config) -> Told:
+def _check_checkpoints(config: Config) -> Mistakes:
+    """Require that `keep_every` selects checkpoints that are written, and would otherwise be deleted."""
     if config.save.keep_every is not None and config.save.keep == "all":
         yield ("save", "keep_every"), "all checkpoints stay anyway; leave one of them out"
     elif config.save.keep_every is not None and config.save.keep_every % config.save.every:
         yield (
             ("save", "keep_every"),
-            f"{config.save.keep_every} is no multiple of every = {config.save.every}: some of those steps have no "
+            f"{config.save.keep_every} is not a multiple of every = {config.save.every}: some of those steps have no "
             f"checkpoint; take {-(-config.save.keep_every // config.save.every) * config.save.every}",
         )
 
 
-def _of_restarts(config: Config) -> Told:
+def _check_restarts(config: Config) -> Mistakes:
     if config.launch.fewer and not config.launch.max_restarts:
-        yield ("launch", "fewer"), "it says what a restart does, and there are none; give max_restarts too"
+        yield ("launch", "fewer"), "it says what a restart does, but the run makes none; set max_restarts too"
 
 
 def place_of(text: str, config: Config, otherwise: Place) -> Place:
-    """Return the field of an objection, which begins with the name and value of a field where it is of one field."""
+    """Return the path of the field that a message of the engine is about, else `otherwise`.
+
+    The engine knows nothing of run files, but a message about one option begins with it: `tp=3 does not divide ...`.
+    """
     word = re.match(r"(\w+)=", text)
     for section in ("mesh", "context", "pipeline", "train") if word else ():
         if word and word[1] in type(getattr(config, section)).model_fields:
@@ -215,17 +261,23 @@ def place_of(text: str, config: Config, otherwise: Place) -> Place:
     return otherwise
 
 
-def _of_the_recipe(config: Config) -> Told:
+def _check_recipe(config: Config) -> Mistakes:
+    """Report what the constructors of `recipe.py` refuse: they hold the rules for how a model is run."""
     try:
         _ = config.recipe
     except ConfigError as error:
         yield place_of(str(error), config, ("train",)), str(error)
 
 
-def _of_moments(config: Config) -> Told:
+def _check_optimizer_state(config: Config) -> Mistakes:
+    """Refuse bfloat16 state with large betas, in the words of the file; `optim/adamw.py` has the same limit.
+
+    bfloat16 has 8 significant bits. With a larger beta the change of a moment in one step is less than half of the last
+    bit: the moment stands still while the true one moves.
+    """
     if config.optim.state_dtype == "bfloat16" and max(config.optim.betas) > 0.98:
         yield (
             ("optim", "state_dtype"),
-            f"with betas = {written(config.optim.betas)} the change of a moment in a step would be rounded away; "
+            f"with betas = {to_toml(config.optim.betas)} the change of a moment in one step is rounded away; "
             'take betas of at most 0.98, or "float32" or "uint8"',
         )

@@ -1,4 +1,9 @@
-"""The file of a run, read and written. What is wrong with it is told at once: all of it, each with its line."""
+"""Read and write run files (TOML). All mistakes of a file are reported in one error, each with its line.
+
+Steps of reading: parse the TOML, apply `--set`, validate single fields (pydantic), check fields against each other
+(`config_checks.py`), and run the caller's further checks, such as whether files exist (`preflight.py`). A job may wait
+for hours in a queue, so mistakes must not come to light one start at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,140 +20,158 @@ from pydantic import ValidationError
 from ..checkpoint import newest_of
 from ..errors import ConfigError, MeshwrightError, counted
 from ..weights import exists, path_of
-from .config import Config, Place, declared, is_list, named, section_of, written
+from .config import Config, Place, declared, is_list, named, section_of, to_toml
 from .config_checks import contradictions
 from .foreign_names import ELSEWHERE, refusal_of
 
 Mistake = tuple[Place, str]
 Look = Callable[[Config], Iterable[Mistake]]
-_DUMMIES: dict[Place, Any] = {("model",): "?", ("out",): "?", ("data",): [{"path": "?"}]}
+# Values for required fields that are wrong or missing, so that validation of the others can continue. Never used.
+_PLACEHOLDERS: dict[Place, Any] = {("model",): "?", ("out",): "?", ("data",): [{"path": "?"}]}
 
 
 def read(path: str | Path, sets: Sequence[str] = (), look: Look | None = None) -> Config:
-    """The config of a file, changed by `sets`: "mesh.tp=2", "data.0.weight=0.5"; "train.steps=" takes a field out.
+    """Read the config of a run file. `ConfigError` lists all mistakes.
 
-    `look`: what else is to be looked at, such as the files that it names.
+    `sets`: changes as on the command line, "mesh.tp=2", "data.0.weight=0.5"; "train.steps=" removes a field.
+
+    `look`: further checks of the config; they yield mistakes, as `preflight.mistakes` does.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        given = tomllib.loads(text)
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} cannot be read: its lists or tables are nested too deeply") from error
-    places, told = _changed(given, sets)
-    config, mistakes = _validated(given)
-    mistakes = _all(mistakes, [*contradictions(config)], look(config) if look else ())
+    places, lines = _apply_sets(values, sets)
+    config, mistakes = _validate(values)
+    mistakes = _independent(mistakes, [*contradictions(config)], look(config) if look else ())
     where = _lines(text, [place for place, _ in mistakes]) | places if mistakes else {}
-    told += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
-    return _unless(told, config, str(path))
+    lines += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
+    return _refuse(lines, config, str(path))
 
 
-def _all(of_fields: Sequence[Mistake], conflicts: Sequence[Mistake], looked: Iterable[Mistake]) -> list[Mistake]:
-    """Leave out what follows from another mistake.
+def _independent(
+    of_fields: Sequence[Mistake], conflicts: Sequence[Mistake], others: Iterable[Mistake]
+) -> list[Mistake]:
+    """Merge the mistakes of the three kinds of checks, without those that only follow from another.
 
-    A field that is wrong holds something else by now. Where the model is missing or refuses the mesh, no length that
-    would fit to that mesh is advised: the mesh has to change first.
+    A wrong field holds a placeholder by now, so what the later checks say about it is void. If the model is missing or
+    refuses the mesh, no length that fits this mesh is advised: the mesh has to change first.
     """
     wrong = {place for place, _ in of_fields}
-    looked = [each for each in looked if not any(each[0][:end] in wrong for end in range(1, len(each[0]) + 1))]
-    if refused := {place for place, _ in looked if place[0] in ("model", "mesh")}:
+    others = [each for each in others if not any(each[0][:end] in wrong for end in range(1, len(each[0]) + 1))]
+    if refused := {place for place, _ in others if place[0] in ("model", "mesh")}:
         conflicts = [each for each in conflicts if each[0] not in {("train", "length"), *refused}]
     known = {place for place, _ in conflicts}
-    return list(dict.fromkeys([*of_fields, *conflicts, *(each for each in looked if each[0] not in known)]))
+    return list(dict.fromkeys([*of_fields, *conflicts, *(each for each in others if each[0] not in known)]))
 
 
-def config_of(**given: Any) -> Config:
-    """The config of a run that is made in Python: `config_of(model=..., out=..., data=[{"path": ...}], mesh={...})`."""
-    config, mistakes = _validated(copy.deepcopy(given))
+def config_of(**sections: Any) -> Config:
+    """Return a config from Python values: `config_of(model=..., out=..., data=[{"path": ...}], mesh={...})`.
+
+    `ConfigError` lists all mistakes.
+    """
+    config, mistakes = _validate(copy.deepcopy(sections))
     mistakes += contradictions(config)
-    return _unless([f"{named(place)}: {why}" for place, why in mistakes], config, "the config")
+    return _refuse([f"{named(place)}: {why}" for place, why in mistakes], config, "the config")
 
 
-def _unless(told: Sequence[str], config: Config, what: str) -> Config:
-    if told:
-        raise ConfigError("\n".join([f"{what} has {counted(len(told), 'mistake')}:", *(f"  {line}" for line in told)]))
+def _refuse(lines: Sequence[str], config: Config, what: str) -> Config:
+    """Return the config, or raise one `ConfigError` with a line for each mistake."""
+    if lines:
+        raise ConfigError(
+            "\n".join([f"{what} has {counted(len(lines), 'mistake')}:", *(f"  {line}" for line in lines)])
+        )
     return config
 
 
 def as_toml(config: Config) -> str:
-    """All fields, so that the file says what was trained, whatever defaults become."""
-    given = config.model_dump(exclude_none=True)
-    plain = {name: value for name, value in given.items() if not isinstance(value, dict) and name != "data"}
+    """Write all fields, defaults too, so that the record of a run stays right when a default changes."""
+    values = config.model_dump(exclude_none=True)
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict) and name != "data"}
     out = [_table(plain)]
-    out += [f"[[data]]\n{_table(each)}" for each in given["data"]]
-    out += [f"[{name}]\n{_table(value)}" for name, value in given.items() if isinstance(value, dict)]
+    out += [f"[[data]]\n{_table(each)}" for each in values["data"]]
+    out += [f"[{name}]\n{_table(value)}" for name, value in values.items() if isinstance(value, dict)]
     return "\n".join(out)
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    return "".join(f"{name} = {written(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {to_toml(value)}\n" for name, value in values.items())
 
 
-def _validated(given: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
-    """With what is wrong left out: pydantic looks no further in a section with a mistake, and contradictions in the
-    rest are to be told as well."""
+def _validate(values: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
+    """Validate each field. Return a config without the wrong ones, and the mistakes.
+
+    pydantic builds no model from values with a mistake, but the other checks need one. So wrong fields are removed, or
+    replaced by placeholders, and validation starts again until it succeeds.
+    """
     mistakes: list[Mistake] = []
-    left = copy.deepcopy(dict(given))
+    remaining = copy.deepcopy(dict(values))
     while True:
         try:
-            config, wrong = _with_checkpoint(Config.model_validate(left))
+            config, wrong = _with_checkpoint(Config.model_validate(remaining))
             return config, [*mistakes, *wrong]
         except ValidationError as error:
             by_place: dict[Place, list[Any]] = {}
             for each in error.errors():
                 by_place.setdefault(_field_at(each["loc"]), []).append(each)
         for place, errors in by_place.items():
-            mistakes.append((place, sentence(place, errors, _at(left, place))))
-        for place in sorted(by_place, key=len, reverse=True):  # what holds another goes last
-            _leave_out(left, place, is_known=by_place[place][0]["type"] != "extra_forbidden")
+            mistakes.append((place, sentence(place, errors, _at(remaining, place))))
+        for place in sorted(by_place, key=len, reverse=True):  # inner fields first: their section may go too
+            _remove(remaining, place, is_known=by_place[place][0]["type"] != "extra_forbidden")
 
 
 def _with_checkpoint(config: Config) -> tuple[Config, list[Mistake]]:
-    """Name the newest checkpoint where the model is a run, so that the record of the new run says which it was."""
+    """Replace a model that is a run by its newest checkpoint, so that config.toml of the new run records which one."""
     try:
-        given = path_of(config.model)
-        found = newest_of(given) if exists(given, Path.is_dir) else given
+        model = path_of(config.model)
+        checkpoint = newest_of(model) if exists(model, Path.is_dir) else model
     except MeshwrightError as error:
         return config, [(("model",), str(error))]
-    return (config if found == given else config.model_copy(update={"model": str(found)})), []
+    return (config if checkpoint == model else config.model_copy(update={"model": str(checkpoint)})), []
 
 
 def _field_at(loc: Place) -> Place:
-    """The field, without what pydantic adds of the values in it and of the alternatives that there are."""
+    """Return the path of the field in a location of pydantic.
+
+    pydantic appends keys inside of the value and the names of the alternatives of a union.
+    """
     section: Any = Config
-    many = False
+    indexed = False  # whether the next part is an index into a list of sections
     place: list[str | int] = []
     for part in loc:
         if section is None:
             break
         place.append(part)
-        if many:
-            many = False
+        if indexed:
+            indexed = False
         else:
             field = section.model_fields.get(part)
             section = section_of(field.annotation) if field else None
-            many = field is not None and is_list(field.annotation)
+            indexed = field is not None and is_list(field.annotation)
     return tuple(place)
 
 
-def _at(given: Any, place: Place) -> Any:
+def _at(value: Any, place: Place) -> Any:
+    """Return the value at a path, None for a missing last key."""
     for part in place:
-        if isinstance(given, Mapping):
-            given = given.get(str(part))
+        if isinstance(value, Mapping):
+            value = value.get(str(part))
         else:
-            given = given[part]
-    return given
+            value = value[part]
+    return value
 
 
-def _leave_out(left: dict[str, Any], place: Place, *, is_known: bool) -> None:
-    """Or put something in the place of what cannot be left out: it is told, and never used."""
-    inner: Any = _at(left, place[:-1])
-    if is_known and (place in _DUMMIES or place[-1] == "path"):
-        inner[place[-1]] = copy.deepcopy(_DUMMIES.get(place, "?"))
+def _remove(values: dict[str, Any], place: Place, *, is_known: bool) -> None:
+    """Remove a wrong field, or put a placeholder in if it is required."""
+    inner: Any = _at(values, place[:-1])
+    if is_known and (place in _PLACEHOLDERS or place[-1] == "path"):
+        inner[place[-1]] = copy.deepcopy(_PLACEHOLDERS.get(place, "?"))
     elif isinstance(inner, list):
         inner[int(place[-1])] = {"path": "?"}
     else:
@@ -156,57 +179,63 @@ def _leave_out(left: dict[str, Any], place: Place, *, is_known: bool) -> None:
 
 
 def _lines(text: str, places: Sequence[Place]) -> dict[Place, str]:
-    """tomllib does not say where a key is. It is in the line after the longest beginning of the file that is TOML and
-    has no such key."""
-    wanted = {place[:end] for place in places for end in range(1, len(place) + 1)}
-    lines, found, whole = text.split("\n"), dict[Place, str](), 0
+    """Return the line of each path of a field, and of each section around it, as `line 7`.
+
+    tomllib does not report lines. So growing beginnings of the file are parsed: a key stands in the line after the
+    longest beginning that is valid TOML and lacks the key. This is right for any spelling of TOML, and its quadratic
+    cost is only paid for a file with mistakes.
+    """
+    prefixes = {place[:end] for place in places for end in range(1, len(place) + 1)}
+    lines, line_of, parsed = text.split("\n"), dict[Place, str](), 0
     for end in range(1, len(lines) + 1):
         try:
-            given = tomllib.loads("\n".join(lines[:end]))
+            values = tomllib.loads("\n".join(lines[:end]))
         except tomllib.TOMLDecodeError:  # in the middle of a value of several lines
             continue
-        found |= {place: f"line {whole + 1}" for place in wanted if place not in found and _has(given, place)}
-        whole = end
-    return found
+        line_of |= {place: f"line {parsed + 1}" for place in prefixes if place not in line_of and _has(values, place)}
+        parsed = end
+    return line_of
 
 
-def _has(given: Any, place: Place) -> bool:
+def _has(value: Any, place: Place) -> bool:
+    """Return whether a value exists at a path."""
     for part in place:
-        if isinstance(given, Mapping) and part in given:
-            given = given[str(part)]
-        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
-            given = given[part]
+        if isinstance(value, Mapping) and part in value:
+            value = value[str(part)]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
         else:
             return False
     return True
 
 
 def _where(place: Place, where: Mapping[Place, str]) -> str:
-    """Of the field itself, else of its section where that is one of several."""
+    """Return ` (line 7)` or ` (--set ...)` for a field, or for its element of a list if the field itself is missing."""
     ends = [len(place), *(end for end in range(len(place) - 1, 0, -1) if isinstance(place[end - 1], int))]
-    found = next((where[place[:end]] for end in ends if place[:end] in where), "")
-    return f" ({found})" if found else ""
+    source = next((where[place[:end]] for end in ends if place[:end] in where), "")
+    return f" ({source})" if source else ""
 
 
-def _changed(given: dict[str, Any], sets: Sequence[str]) -> tuple[dict[Place, str], list[str]]:
-    """Which fields were set, and what could not be."""
+def _apply_sets(values: dict[str, Any], sets: Sequence[str]) -> tuple[dict[Place, str], list[str]]:
+    """Apply `--set` arguments in place. Return the argument that set each field, and the mistakes in others."""
     places: dict[Place, str] = {}
-    told = []
+    lines = []
     for text in sets:
         try:
-            places[_set(given, text)] = f"--set {text}"
+            places[_set(values, text)] = f"--set {text}"
         except ConfigError as error:
-            told.append(f"--set {written(text)}: {error}")
-    return places, told
+            lines.append(f"--set {to_toml(text)}: {error}")
+    return places, lines
 
 
-def _set(given: dict[str, Any], text: str) -> Place:
+def _set(values: dict[str, Any], text: str) -> Place:
+    """Set a field from `FIELD=VALUE` and return its path. Sections on the way are created; no value removes a field."""
     name, equals, value = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
     if not equals or not all(parts):
-        raise ConfigError("it is no FIELD=VALUE, as mesh.tp=2 or data.0.weight=0.5")
+        raise ConfigError("write FIELD=VALUE, such as mesh.tp=2 or data.0.weight=0.5")
     place: list[str | int] = []
-    inner: Any = given
+    inner: Any = values
     for part, following in zip(parts, [*parts[1:], ""], strict=True):
         key = _key(inner, part, place)
         place.append(key)
@@ -223,29 +252,32 @@ def _set(given: dict[str, Any], text: str) -> Place:
 
 
 def _key(inner: Any, part: str, place: Sequence[str | int]) -> str | int:
+    """Return a part of a path as a key of `inner`: an index for a list, where the length itself appends an element."""
     if isinstance(inner, list):
         if not part.isdecimal() or int(part) > len(inner):
-            many = f"is {len(inner)} of them" if len(inner) == 1 else f"are {len(inner)} of them"
-            raise ConfigError(f"there {many}, counted from 0; {part} is none")
+            many = f"has {len(inner)} element" if len(inner) == 1 else f"has {len(inner)} elements"
+            raise ConfigError(f"the list {many}, counted from 0; {part} is not an index of it")
         return int(part)
     if not isinstance(inner, dict):
-        raise ConfigError(f"{named(tuple(place))} is a value, and has no fields")
+        raise ConfigError(f"{named(tuple(place))} is a value and has no fields")
     return part
 
 
 def _is_empty(inner: Any, key: str | int) -> bool:
+    """Return whether nothing is stored at a key yet."""
     return key == len(inner) if isinstance(inner, list) else key not in inner
 
 
 def _put(inner: Any, key: str | int, value: Any) -> None:
+    """Store a value; the index after the last one appends, so that `data.1.path=y` adds a source."""
     if isinstance(inner, list) and key == len(inner):
-        inner.append(value)  # one more source
+        inner.append(value)
     else:
         inner[key] = value
 
 
 def _value(text: str) -> Any:
-    """In the file's own spelling; what is none is text."""
+    """Parse a value as TOML; what is not TOML is text, so that a shell needs no second level of quotes."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -254,7 +286,7 @@ def _value(text: str) -> Any:
         raise ConfigError("its lists or tables are nested too deeply") from error
 
 
-_WANTED = {  # by pydantic's type of error; braces take from its context
+_EXPECTED = {  # what a field should be, by the type of pydantic's error; braces refer to its context
     "string_type": "text in quotes", "int_type": "a whole number", "float_type": "a number",
     "bool_type": "true or false", "list_type": "a list", "dict_type": "a table", "model_type": "a table",
     "greater_than": "a number above {gt:g}", "greater_than_equal": "a number of {ge:g} or more",
@@ -263,54 +295,62 @@ _WANTED = {  # by pydantic's type of error; braces take from its context
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}", "string_pattern_mismatch": "a path with a slash",
     "recursion_loop": "nested less deeply",
-    "literal_error": "{expected}", "invalid-json-value": "of what JSON has (no dates)",
+    "literal_error": "{expected}", "invalid-json-value": "a JSON value (no dates)",
 }  # fmt: skip
 
 
-def sentence(place: Place, errors: Sequence[Any], given: Any) -> str:
-    """Of all errors of a field: one for each alternative that it has."""
+def sentence(place: Place, errors: Sequence[Any], actual: Any) -> str:
+    """Return one sentence for all pydantic errors of a field, of which a union has one per alternative."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
-        return f"there is no such field{_meant(place)}"
+        return f"unknown field{_suggestion(place)}"
     if kind == "missing":
         return "it is missing, and has no default"
-    wanted = list(dict.fromkeys(_wanted(each) for each in errors))
-    value = written(given)
+    expected = list(dict.fromkeys(_expected(each) for each in errors))
+    value = to_toml(actual)
     value = value if len(value) <= 60 else f"{value[:57]}..."
-    return f"it should be {', or '.join(wanted)}, not {value}{_close(given, wanted)}"
+    return f"it should be {', or '.join(expected)}, not {value}{_did_you_mean(actual, expected)}"
 
 
-def _wanted(error: Mapping[str, Any]) -> str:
-    if error["type"] not in _WANTED:
+def _expected(error: Mapping[str, Any]) -> str:
+    """Return what a field should be, in the words of TOML rather than of Python."""
+    if error["type"] not in _EXPECTED:
         return f"otherwise ({error['msg']})"
-    return _WANTED[error["type"]].format(**error.get("ctx", {})).replace("'", '"').replace("False", "false")
+    return _EXPECTED[error["type"]].format(**error.get("ctx", {})).replace("'", '"').replace("False", "false")
 
 
-def _close(given: Any, wanted: Sequence[str]) -> str:
-    words = re.findall(r'"([^"]*)"', " ".join(wanted))
-    close = difflib.get_close_matches(given, words, 1, 0.6) if isinstance(given, str) else []
-    return f"; did you mean {written(close[0])}?" if close else ""
+def _did_you_mean(actual: Any, expected: Sequence[str]) -> str:
+    """Suggest the most similar of the allowed words."""
+    words = re.findall(r'"([^"]*)"', " ".join(expected))
+    close = difflib.get_close_matches(actual, words, 1, 0.6) if isinstance(actual, str) else []
+    return f"; did you mean {to_toml(close[0])}?" if close else ""
 
 
-def _meant(place: Place) -> str:
-    """Return what others call it, a name like it in the section, or one like it in another section."""
-    name, known = str(place[-1]), [there for there, _ in declared(Config)]
+def _suggestion(place: Place) -> str:
+    """Suggest what to write instead of an unknown field.
+
+    In this order: a typo of a field in the section, the reason why a feature is missing, the field that has this name
+    in another trainer (`foreign_names.py`), and less similar names in this section or another. So a foreign name such
+    as `batch_size` is explained before it is compared with names that merely look like it.
+    """
+    name, known = str(place[-1]), [path for path, _ in declared(Config)]
     section = tuple(part for part in place[:-1] if isinstance(part, str))
-    in_section = [there[-1] for there in known if there[:-1] == section]
+    in_section = [path[-1] for path in known if path[:-1] == section]
     if slip := difflib.get_close_matches(name, in_section, 1, 0.85):
         return f"; did you mean {slip[0]}?"
     if why := refusal_of(name):
         return f": {why}"
     if elsewhere := ELSEWHERE.get(name.lower().replace("-", "_")):
         return f"; did you mean {_in_section(elsewhere, section)}?"
-    names = {there[-1]: there for there in reversed(known)}
+    names = {path[-1]: path for path in reversed(known)}  # the first section that declares a name wins
     for near, cutoff in ((in_section, 0.7), ([*names], 0.75), (in_section, 0.5)):
         if close := difflib.get_close_matches(name, near, 1, cutoff):
             return f"; did you mean {close[0] if near is in_section else _in_section(names[close[0]], section)}?"
-    return f"; there are {', '.join(in_section)}"
+    return f"; known fields: {', '.join(in_section)}"
 
 
-def _in_section(found: tuple[str, ...], section: tuple[str, ...]) -> str:
-    if found[:-1] == section:
-        return found[-1]
-    return f"{found[-1]} of [{'.'.join(found[:-1])}]" if found[:-1] else f"{found[-1]} at the top"
+def _in_section(path: tuple[str, ...], section: tuple[str, ...]) -> str:
+    """Name a field as seen from a section: `lr of [optim]`."""
+    if path[:-1] == section:
+        return path[-1]
+    return f"{path[-1]} of [{'.'.join(path[:-1])}]" if path[:-1] else f"{path[-1]} at the top"

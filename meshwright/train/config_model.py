@@ -1,4 +1,8 @@
-"""The model of a config on its mesh, before anything runs."""
+"""The model of a config on its mesh, before anything runs: what is refused, its layout, and an estimate of memory.
+
+All of it is computed from config.json and the headers of the weight files, on the meta device. The launcher and
+`--dry-run` can thus refuse a mesh in seconds that ranks would refuse after minutes.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,19 @@ from .config import Config, OptimSection
 
 
 def optimizer_of(section: OptimSection) -> Optimizer:
+    """Return the optimizer of a run file."""
     first, second = section.betas
     dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
     return AdamW(betas=(first, second), eps=section.eps, weight_decay=section.weight_decay, state_dtype=dtype)
 
 
 def warn_of_memory(config: Config, mesh: Mesh) -> None:
-    """Say before minutes of loading that a step will hardly fit. It is no refusal: what FSDP gathers is counted as if
-    all of it were there at once. Nothing is said of what is not planned for: frozen parameters, compiled layers, or
-    another dtype."""
+    """Warn, before minutes of loading, that a step will probably not fit into memory.
+
+    It is a warning and not a refusal, because the estimate is high: it counts everything FSDP gathers as if it were in
+    memory at the same time. The estimate does not cover frozen parameters, compiled layers and other dtypes; for these
+    nothing is logged.
+    """
     recipe = config.recipe
     if mesh.rank or recipe.memory.compiled or patterns_of(recipe.train) != ["**"] or recipe.dtype != COMPUTE:
         return
@@ -36,12 +44,12 @@ def warn_of_memory(config: Config, mesh: Mesh) -> None:
         need = replace(layout_of(config), device=mesh.least_bytes).need
         if not fits(need.stored(), mesh.memory):
             logger.warning("a step will probably fail: %s", too_large(need, mesh.memory))
-    except Exception as error:  # noqa: BLE001 - a model of somebody's own may read values, which a sketch has not
-        logger.debug("what a step needs of memory is not known: %s", error)
+    except Exception as error:  # noqa: BLE001 - a custom model may read values, which the meta device lacks
+        logger.debug("the memory of a step is unknown: %s", error)
 
 
 def layout_of(config: Config) -> Figures:
-    """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
+    """Return where the parameters are stored and what a step communicates. Refuse an invalid mesh."""
     blueprint = model_of(config)
     refused = objections_to(blueprint, config)
     if refused:
@@ -53,16 +61,16 @@ def layout_of(config: Config) -> Figures:
 
 
 def model_of(config: Config) -> Blueprint:
-    """Return the model of a config, of which only the headers are read."""
+    """Return the blueprint of a config's model. Only headers of weight files are read, and no download of weights."""
     return find(config.model, config.recipe, weights=False, say=logger.info)
 
 
 def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
-    """Say why the model cannot be trained on the mesh of a config."""
-    sizes, found = config.mesh.model_dump(), list[str]()
+    """Return the reasons why the model cannot be trained on the mesh of a config."""
+    sizes, problems = config.mesh.model_dump(), list[str]()
     if sizes["ep"] > 1 and "ep" not in {blueprint.spec.rules.axis.get(d) for p in blueprint.table for d in p.dims}:
-        found.append(f"ep={sizes.pop('ep')} shares out experts, and this model has none; leave ep out")
-    return [*found, *objections(blueprint, sizes, _num_batches(config))]
+        problems.append(f"ep={sizes.pop('ep')} divides experts, but this model has none; leave ep out")
+    return [*problems, *objections(blueprint, sizes, _num_batches(config))]
 
 
 def check_state(blueprint: Blueprint, config: Config) -> None:
@@ -74,6 +82,6 @@ def check_state(blueprint: Blueprint, config: Config) -> None:
 
 
 def _num_batches(config: Config) -> int | None:
-    """Return the micro-batches of a data rank in a step, None where they are no whole number."""
+    """Return the number of micro-batches per data rank and step, None if it is not whole."""
     num, rest = divmod(config.train.step_tokens, config.train.length * config.mesh.num_data_ranks)
     return None if rest else num

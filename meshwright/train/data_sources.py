@@ -1,4 +1,9 @@
-"""The data of a config: documents of each source, and the plan of the streams."""
+"""Make the data of a config: tokenised documents of each source, and the packing plan of the streams.
+
+`data/` knows nothing of run files. This module turns sections into its arguments: files, a function from rows to
+documents, a key of all settings for the token cache. Everything is a pure function of config and files, so all
+processes make the same data without talking to each other, and the launcher can tokenise before any rank starts.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +53,17 @@ from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .config_checks import num_tokens
 
-Made = TypeVar("Made")
-_OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
+Result = TypeVar("Result")
+_ROW_FIELDS = ("kind", "fields", "thinking", "turns", "template", "template_args")
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Of the files of data, for the model of `directory`. `tower`: it sees. `cache`: where documents are kept."""
+    """Options for reading data files for the model in `directory`.
+
+    `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them.
+    `processes`: how many tokenise at once.
+    """
 
     directory: Path
     cache: Path
@@ -62,25 +71,25 @@ class RowReader:
     processes: int = 1
 
     def processor(self, section: SourceSection) -> Processor | None:
-        """What reads the pictures that a source shows."""
+        """Return the reader of a source's images and videos; None if the model or the source has none."""
         if not self.tower or section.kind != "chat":
             return None
         config, pictures = read_config(self.directory), section.pictures
         ids = placeholders_of(config)
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
-        wishes = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
-        return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), wishes)
+        limits = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
+        return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), limits)
 
 
 def _root(section: SourceSection) -> Path:
-    """Where relative paths of pictures begin."""
+    """Return the directory that relative paths of images start from."""
     first = path_of(section.path if isinstance(section.path, str) else section.path[0])
     return path_of(section.pictures.root) if section.pictures.root else first if first.is_dir() else first.parent
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What is trained on."""
+    """The data of a run, or of one held-out set: documents of each source and the packing plan."""
 
     documents: Sequence[Documents]
     plan: Plan
@@ -88,14 +97,14 @@ class TrainingData:
     processor: Processor | None = None
 
     def left_out(self) -> Iterator[str]:
-        """Yield a line for each source with documents that are left out because they are longer than a stream."""
+        """Yield a line for each source with documents that are dropped because they are longer than a stream."""
         for documents, source in zip(self.documents, self.plan.sources, strict=True):
             if too_long := int((source.lengths == 0).sum()):
-                what = counted(too_long, "document")
-                yield f"{what} of {documents.name} longer than {self.plan.length:,} tokens left out"
+                dropped = counted(too_long, "document")
+                yield f"{dropped} of {documents.name} longer than {self.plan.length:,} tokens left out"
 
     def feed(self, mesh: Mesh, micro_batches: int) -> Feed:
-        """The batches of this data rank, of which each step takes `micro_batches`."""
+        """Return the batches of this data rank, `micro_batches` of them for each step."""
         return Feed(
             self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks,
             processor=self.processor,
@@ -103,17 +112,21 @@ class TrainingData:
 
 
 def documents_of(section: SourceSection, reader: RowReader, *, name: str = "") -> Documents:
-    """The documents of a source, tokenised."""
+    """Tokenise the documents of a source, or read them from the cache."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told, unused = maker(section, reader)
+    make, settings_key, unused = maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = TokenizeSpec(name, files, make, told, section.split, section.on_bad, unused)
-    return prepare(recipe, reader.cache, processes=reader.processes)
+    spec = TokenizeSpec(name, files, make, settings_key, section.split, section.on_bad, unused)
+    return prepare(spec, reader.cache, processes=reader.processes)
 
 
 def _files(path: str, section: SourceSection) -> list[Path]:
-    """Files as they are; or of a data set, which says itself which files are its."""
+    """Return the files of a path: a file, a directory, or a Hugging Face data set.
+
+    A saved data set lists its own files in its state.json. Data sets of the hub are downloaded. The options `hf_...`
+    only mean something for data sets, and are refused elsewhere instead of ignored.
+    """
     at, part = path_of(path), Part(section.hf_subset, section.hf_split, section.hf_revision)
     if is_saved(at):
         return saved_files(at, part)
@@ -122,24 +135,30 @@ def _files(path: str, section: SourceSection) -> list[Path]:
     if _is_of_hub(path):
         return fetched_files(path, part)
     if part != Part():
-        raise DataError(f"{at} is no data set, and hf_subset, hf_split and hf_revision are of one; leave them out")
+        raise DataError(
+            f"{at} is not a data set, but hf_subset, hf_split and hf_revision are options of one; leave them out"
+        )
     return files_of(at)
 
 
 def check_source_files(section: SourceSection) -> None:
-    """Refuse files of a source that are not there. What lies on the hub is looked at when it is downloaded."""
+    """Refuse a source with missing files. Data sets on the hub are checked when they are downloaded."""
     for path in [section.path] if isinstance(section.path, str) else section.path:
         if not _is_of_hub(path):
             _files(path, section)
 
 
 def _is_of_hub(path: str) -> bool:
+    """Return whether a path is a hub id. A misspelt file such as `data/chats.jsonl` looks like one but has a suffix."""
     at = path_of(path)
     return not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES
 
 
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
-    """What the user calls them, or else the last part of the path; the whole path where two would be the same."""
+    """Return the names of sources for messages and metrics.
+
+    It is `name`, else the last part of the path, else the whole path if two sources share that part.
+    """
     paths = [[s.path] if isinstance(s.path, str) else s.path for s in sections]
     short = [s.name or Path(each[0]).name for s, each in zip(sections, paths, strict=True)]
     return [
@@ -149,34 +168,42 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
 
 
 def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]:
-    """Return what turns a row into documents, all that it depends on, and which fields of a row it does not use.
+    """Return a function from a row to documents, a key of all that it depends on, and the fields of rows it ignores.
+
+    The key names entries of the token cache: if anything that could change a token is missing in it, stale tokens are
+    trained on without an error. So it includes the settings, a hash of the tokenizer files, and the template's text.
 
     Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template.
     """
     directory = reader.directory
-    told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
+    key = json.dumps(section.model_dump(include={*_ROW_FIELDS}), sort_keys=True)
     if section.kind == "tokens":
         ready = Ready(vocab_size_of(directory), section.fields)
-        return *_unseeing(ready.documents, f"{told} {ready.vocab_size}", reader), ready.unused
-    tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
+        return *_without_images(ready.documents, f"{key} {ready.vocab_size}", reader), ready.unused
+    tokenizer, key = tokenizer_of(directory), key + fingerprint_of(directory)
     if section.kind == "text":
         texts = Texts(tokenizer, section.fields)
-        return *_unseeing(texts.documents, told, reader), texts.unused
+        return *_without_images(texts.documents, key, reader), texts.unused
     template, processor = read_template(section.template), reader.processor(section)
-    told += template + (processor.settings_key if processor else "")
+    key += template + (processor.settings_key if processor else "")
     chat = _chat(section, directory, tokenizer, template, processor)
-    return chat.documents, told, chat.unused
+    return chat.documents, key, chat.unused
 
 
 def vocab_size_of(directory: Path) -> int:
+    """Return the vocabulary size of the model, which may be larger than that of its tokenizer."""
     return int(take(text_config(read_config(directory)), "vocab_size", int))
 
 
-def _unseeing(make: Make, told: str, reader: RowReader) -> tuple[Make, str]:
+def _without_images(make: Make, key: str, reader: RowReader) -> tuple[Make, str]:
+    """Refuse placeholder tokens of images in sources without images, and extend the key by that check.
+
+    The tower would look for the image that such a token stands for.
+    """
     if not reader.tower:
-        return make, told
+        return make, key
     places = placeholders_of(read_config(reader.directory))
-    return TextOnly(make, places).documents, f"{told} {places}"
+    return TextOnly(make, places).documents, f"{key} {places}"
 
 
 def _chat(
@@ -187,98 +214,116 @@ def _chat(
 
 
 def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
-    """What turns a text into the ids that a model goes on from, as it was trained on this source."""
+    """Return a function from a prompt to token ids, formatted as the model was trained on this source.
+
+    A chat model that is sampled without its template answers worse, for no fault of the training.
+    """
     if section.kind == "chat":
         return _chat(section, directory, tokenizer, read_template(section.template)).prompt
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def model_directory(model: str) -> Path:
-    """Where config, tokenizer and templates lie."""
+    """Return the directory with config, tokenizer and templates; without weights for a hub id."""
     path = path_of(model)
     if path.is_dir():
-        extents_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
+        extents_of_model(path)  # verifies checksums: a damaged tokenizer of a checkpoint must not be used
         return path
     if not is_hub_id(model):
-        raise ConfigError(f"model = {model!r} is no directory and no hub id (org/name)")
+        raise ConfigError(f"model = {model!r} is neither a directory nor a hub id (org/name)")
     return download(model, weights=False)
 
 
 def read_template(path: str) -> str:
+    """Return the text of a chat template, "" for no path."""
     return template_of(path_of(path)) if path else ""
 
 
-def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
-    """Make everything, and raise what failed together."""
-    made, failures = list[Made](), list[DataError]()
+def all_of(makes: Iterable[Callable[[], Result]]) -> list[Result]:
+    """Call all functions and return their results, or raise one error with the messages of all that failed."""
+    results, failures = list[Result](), list[DataError]()
     for make in makes:
         try:
-            made.append(make())
+            results.append(make())
         except DataError as error:
             failures.append(error)
     if len(failures) > 1:
         raise DataError("\n".join(map(str, failures))) from failures[0]
     if failures:
         raise failures[0]
-    return made
+    return results
 
 
 def training_data(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> TrainingData:
-    """Of the training. Every process makes the same."""
+    """Return the documents and the packing plan to train on. Every process makes the same.
+
+    `directory`: the model's, for its tokenizer. The number of steps follows from the plan: the last step may be partly
+    padding.
+    """
     reader = RowReader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)
     documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
-        source_of(found, length, weight=section.weight, share=section.share, too_long=is_too_long(section))
-        for found, section in zip(documents, config.data, strict=True)
+        source_of(each, length, weight=section.weight, share=section.share, too_long=overlong_policy(section))
+        for each, section in zip(documents, config.data, strict=True)
     ]
     steps = _num_steps(train)
     if steps is not None:
         plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step, cache=plans)
     else:
         plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1, cache=plans)
-    processor = next(filter(None, map(reader.processor, config.data)), None)  # all read a picture alike
+    # The processor of any source serves all: the documents store the sizes of their images.
+    processor = next(filter(None, map(reader.processor, config.data)), None)
     return TrainingData(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
 
 
-def is_too_long(section: SourceSection) -> Any:
-    """What becomes of documents that are."""
+def overlong_policy(section: SourceSection) -> Any:
+    """Return what to do with documents longer than a stream: "stop", "drop" or "cut".
+
+    A text may be cut anywhere. The end of a chat is its answer, so it is cut only if `too_long` says so.
+    """
     return section.too_long or ("cut" if section.kind == "text" else "stop")
 
 
 def _num_steps(train: TrainSection) -> int | None:
+    """Return the number of steps, None if the run ends by epochs."""
     if train.tokens is not None:
         return ceil((num_tokens(train.tokens) or 0) / (train.streams_per_step * train.length))
     return train.steps
 
 
-_ONLY = "held-out"
+_DEFAULT_NAME = "held-out"  # of a single set without a name
 
 
 def sections_of(config: Config) -> Mapping[str, SourceSection]:
-    """The held-out sets by name; none where the file has no [eval]."""
+    """Return the held-out sections by name; empty if the file has no [eval]."""
     section = config.eval
     if section.path:
-        return {section.name or _ONLY: section}
+        return {section.name or _DEFAULT_NAME: section}
     return {each.name: each for each in section.sets}
 
 
 def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> dict[str, TrainingData]:
-    """The held-out sets by name, tokenised and packed. Every process makes the same."""
+    """Return the held-out sets by name, tokenised and packed. Every process makes the same."""
     reader, sections = RowReader(directory, cache, config.train.tower, processes), sections_of(config)
-    made = all_of(partial(_data, section, config.train.length, reader) for section in sections.values())
-    return dict(zip(sections, made, strict=True))
+    sets = all_of(partial(_held_out_set, section, config.train.length, reader) for section in sections.values())
+    return dict(zip(sections, sets, strict=True))
 
 
-def _data(section: SourceSection, length: int, reader: RowReader) -> TrainingData:
+def _held_out_set(section: SourceSection, length: int, reader: RowReader) -> TrainingData:
+    """Pack one pass over a held-out set. Its order does not matter for the loss, so it has no seed."""
     documents = documents_of(section, reader)
-    plan = Plan([source_of(documents, length, too_long=is_too_long(section))], length=length, epochs=1)
+    plan = Plan([source_of(documents, length, too_long=overlong_policy(section))], length=length, epochs=1)
     return TrainingData([documents], plan, plan.num_streams, reader.processor(section))
 
 
 def batches_of(data: TrainingData, mesh: Mesh) -> Sequence[Batch]:
-    """The batches of this data rank; the last ones may be of filler."""
+    """Return the batches of this data rank for an evaluation.
+
+    All data ranks need equally many, as they run the same collectives. The last one may be all padding, which adds
+    nothing to the loss.
+    """
     feed = data.feed(mesh, micro_batches=1)
     batches = [feed.step(first).batches[0] for first in range(0, data.plan.num_streams, mesh.num_data_ranks)]
     feed.close()

@@ -1,4 +1,8 @@
-"""What a person sees of a run: a thread of the launcher follows its files and draws, or prints plain lines."""
+"""The terminal view of a run: a live frame, or plain lines.
+
+A thread of the launcher follows two files, metrics.jsonl and the log of rank 0, and redraws. It gets nothing from the
+ranks directly, so a slow terminal cannot slow down a step, and what it shows is what the files record.
+"""
 
 from __future__ import annotations
 
@@ -26,57 +30,65 @@ from rich.text import Text
 
 from ..expert_collapse import ExpertUse
 from .metrics import HISTORY, Lines, clock, number, parsed_lines, tail_of, token_amount
-from .rank import OURS
+from .rank import PREFIX
 
 _TICK_S = 0.25
-_ABOUT = ("kind", "step", "time", "attempt", "nan")  # of a line, not of what it tells
-_ASKED = "signal {}: the step is finished and the run saved; a second one ends it at once"
-_ASKED_EARLY = "signal {}: the ranks end, which have made no step yet; a second one ends them at once"
-_GRACE_S = 2.0  # after a second signal, until ranks that are stuck are left to themselves
+_NOT_METRICS = ("kind", "step", "time", "attempt", "nan")  # fields of a line that describe the line itself
+_STOPPING = "signal {}: finishing the step and saving; a second signal ends the run at once"
+_STOPPING_EARLY = "signal {}: the ranks end before their first step; a second signal ends them at once"
+_GRACE_S = 2.0  # after a second signal, before this process exits and the kernel kills its ranks
 
 
 class Tail:
-    """The lines that are added to a file, which may not be there yet. The last one is kept back until it is whole."""
+    """Follows a file like `tail -f`. The file need not exist yet; an incomplete last line waits for its end.
+
+    `at_end`: skip what the file holds already.
+    """
 
     def __init__(self, file: Path, *, at_end: bool = False) -> None:
         self.file, self._rest = file, b""
         self._at = file.stat().st_size if at_end and file.exists() else 0
 
     def lines(self) -> Iterator[str]:
+        """Yield the lines that were completed since the last call."""
         if not self.file.exists():
             return
         with self.file.open("rb") as opened:
             opened.seek(self._at)
             text = self._rest + opened.read()
             self._at = opened.tell()
-        *whole, self._rest = text.split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
+        *complete, self._rest = text.split(b"\n")
+        yield from (line.decode(errors="replace") for line in complete)
 
 
 class Display(threading.Thread):
-    """Shows a run until it is left. `starts` is called before each start of its ranks."""
+    """The thread that shows a run, from entering to leaving its context.
+
+    `signals`: those that the launcher has received; the list grows. `starts` must be called before each start of ranks.
+    """
 
     def __init__(
-        self, seen: RunState, out: Path, *, plain: bool, every: int, asked: Sequence[int] = ()
+        self, state: RunState, out: Path, *, plain: bool, every: int, signals: Sequence[int] = ()
     ) -> None:  # fmt: skip
         super().__init__(daemon=True, name="display")
         self.console = Console()
         self.plain = plain or not self.console.is_terminal or self.console.is_dumb_terminal
-        self.seen, self.metrics = seen, Tail(out / "metrics.jsonl", at_end=True)
-        self.lines = Lines(seen.num_steps, every)
+        self.state, self.metrics = state, Tail(out / "metrics.jsonl", at_end=True)
+        self.lines = Lines(state.num_steps, every)
         self.log = Tail(out / "none")
-        self.num_steps_seen, self._warned = 0, False
+        self.attempt_steps, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
-        self._asked, self._said_so, self._lock = asked, False, threading.Lock()
+        self._signals, self._announced, self._lock = signals, False, threading.Lock()
+        # A resumed run shows the curves of the earlier attempts.
         for line in parsed_lines(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
-            seen.take(line)
-        seen.starts(again=False)
+            state.take(line)
+        state.starts(again=False)
 
     def starts(self, log: Path, *, again: bool) -> None:
-        """The ranks, the first of which writes to `log`."""
+        """Prepare for a start of the ranks. Rank 0 writes to `log`; `again`: it is a restart."""
         with self._lock:
-            self.seen.starts(again=again)
-            self.log, self._last, self._began, self.num_steps_seen = Tail(log), "", time.monotonic(), 0
+            self.state.starts(again=again)
+            self.log, self._last, self._began, self.attempt_steps = Tail(log), "", time.monotonic(), 0
 
     def __enter__(self) -> Display:
         self.start()
@@ -87,31 +99,37 @@ class Display(threading.Thread):
         self.join()
 
     def run(self) -> None:
+        """Redraw until the context is left, or end the process after a second signal."""
         with self._live() as live:
             while True:
                 ends = self._ends.wait(_TICK_S)
                 self.follow()
-                self._heed()
+                self._announce_signal()
                 if isinstance(live, Live):
-                    live.update(self._picture(ends=ends), refresh=True)
+                    live.update(self._frame(ends=ends), refresh=True)
                 if ends:
                     return
-                if len(self._asked) > 1 and not self._ends.wait(_GRACE_S):
+                if len(self._signals) > 1 and not self._ends.wait(_GRACE_S):
                     break
-        say(f"signal {self._asked[-1]}: ended at once; what came after the last checkpoint is lost")
-        os._exit(128 + self._asked[-1])  # the ranks go with this process
+        say(f"signal {self._signals[-1]}: ended at once; everything after the last checkpoint is lost")
+        os._exit(128 + self._signals[-1])  # which kills the ranks too: see `rank.leave_with`
 
-    def _picture(self, *, ends: bool) -> RenderableType:
-        """A frame, and while it is drawn again an empty line: there the terminal writes the ^C of a person. Behind a
-        full line it would go on in the next one, and the frame would be drawn one line too low."""
-        return Screen(self.seen, "") if ends else Group(Screen(self.seen, self.status()), Text())
+    def _frame(self, *, ends: bool) -> RenderableType:
+        """Return the frame to draw. All but the last are followed by an empty line.
 
-    def _heed(self) -> None:
-        if self._asked and self.plain and not self._said_so:
+        The terminal echoes ^C at the cursor. At the end of a full line it would wrap into the next one, and every later
+        frame would be drawn one line too low.
+        """
+        return Screen(self.state, "") if ends else Group(Screen(self.state, self.status()), Text())
+
+    def _announce_signal(self) -> None:
+        """Print once, in plain mode, that a signal was received; the live view shows it in every frame."""
+        if self._signals and self.plain and not self._announced:
             say(self.status())
-            self._said_so = True
+            self._announced = True
 
     def _live(self) -> AbstractContextManager[Live | None]:
+        """Return rich's live view, or nothing in plain mode."""
         if self.plain:
             return nullcontext()
         return Live(
@@ -120,50 +138,52 @@ class Display(threading.Thread):
         )  # fmt: skip
 
     def follow(self) -> None:
-        """Take what the ranks have written since."""
+        """Process what the ranks have written since the last call. The launcher calls it too, hence the lock."""
         with self._lock:
             self._follow()
 
     def _follow(self) -> None:
         for text in self.log.lines():
-            if text.startswith(OURS):
-                say(text.removeprefix(OURS))
-            self._last = text.removeprefix(OURS).strip() or self._last
+            # Only marked lines are for the user; the last line of any kind is the status before the first step.
+            if text.startswith(PREFIX):
+                say(text.removeprefix(PREFIX))
+            self._last = text.removeprefix(PREFIX).strip() or self._last
         for line in parsed_lines(self.metrics.lines()):
-            self.seen.take(line)
-            self.num_steps_seen += line["kind"] == "step"
-            self.lines.num_steps = self.seen.num_steps
-            if self.plain and not self._warned and (warning := self.seen.experts.warning()):
-                say(f"warning: {warning}")  # once; the live view shows it all the time
+            self.state.take(line)
+            self.attempt_steps += line["kind"] == "step"
+            self.lines.num_steps = self.state.num_steps
+            if self.plain and not self._warned and (warning := self.state.experts.warning()):
+                say(f"warning: {warning}")  # once; the live view shows it in every frame
                 self._warned = True
             if self.plain:
-                self.lines.write(line["kind"], line["step"], {k: v for k, v in line.items() if k not in _ABOUT})
+                self.lines.write(line["kind"], line["step"], {k: v for k, v in line.items() if k not in _NOT_METRICS})
 
     def status(self) -> str:
-        if self._asked:
-            return (_ASKED if self.seen.begun else _ASKED_EARLY).format(self._asked[0])
-        if self.seen.begun:
+        """Return the line below the metrics: what a signal does, or before the first step what rank 0 logged last."""
+        if self._signals:
+            return (_STOPPING if self.state.begun else _STOPPING_EARLY).format(self._signals[0])
+        if self.state.begun:
             return ""
         return f"no step yet, {clock(time.monotonic() - self._began)}: {self._last or 'the ranks are starting'}"
 
 
 def say(text: str) -> None:
-    """Above the live view, and never in the middle of it: a rank cannot do this."""
-    sys.stderr.write(f"{OURS}{text}\n")
+    """Print a line for the user above the live view. Ranks cannot: their output would land inside the frame."""
+    sys.stderr.write(f"{PREFIX}{text}\n")
     sys.stderr.flush()
 
 
-_KEPT = 200  # losses for the curve
-_PACE = 50  # steps over which the time left is reckoned: evaluations and saves are in it
-_CELL = 38  # columns that a name and its value take
+_MOST_LOSSES = 200  # for the curve
+_PACE = 50  # steps that the remaining time is estimated from, with the evaluations and saves between them
+_CELL = 38  # columns of a name and its value
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_SAMPLES = 2  # of those that were written last
-_BIG = 1e4  # a norm or a balance from which digits say nothing
+_SAMPLES = 2  # of the last samples
+_BIG = 1e4  # norms above it are shown with an exponent
 
 
 @dataclass
 class RunState:
-    """What the lines of metrics.jsonl have told so far. `begun`: whether this start of the run has made a step."""
+    """The state of a run as read from metrics.jsonl. `begun`: this attempt has made a step."""
 
     title: str
     mesh: str
@@ -181,6 +201,7 @@ class RunState:
     _stamps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE))
 
     def take(self, line: Mapping[str, Any]) -> None:
+        """Update the state with one line."""
         step = line["step"]
         self.experts.take(line)
         if line["kind"] == "start":
@@ -190,8 +211,8 @@ class RunState:
         elif line["kind"] == "eval":
             for name, value in line.items():
                 if name.startswith("eval/") and name.endswith("/loss"):
-                    of = self.held_out.setdefault(name[len("eval/") : -len("/loss")], {})
-                    of[step] = math.nan if value is None else value
+                    losses = self.held_out.setdefault(name[len("eval/") : -len("/loss")], {})
+                    losses[step] = math.nan if value is None else value
         elif line["kind"] == "save":
             self.saved = step, line["time"]
         elif line["kind"] == "sample":
@@ -199,43 +220,46 @@ class RunState:
             self.samples[line["number"]] = line["prompt"], line["text"]
 
     def _take_step(self, step: int, line: Mapping[str, Any]) -> None:
-        """A run that goes on from a checkpoint makes some steps again: what was seen of them is no more."""
+        """Update the state with a step. A resumed run repeats some steps, so their old values are removed."""
         if step <= self.step:
-            self._stamps.clear()
-            for kept in (self.losses, *self.held_out.values()):
-                for later in [old for old in kept if old >= step]:
-                    del kept[later]
+            self._stamps.clear()  # the pause of the restart does not count as time of a step
+            for losses in (self.losses, *self.held_out.values()):
+                for later in [old for old in losses if old >= step]:
+                    del losses[later]
         loss = line["train/loss"]
         self.step, self.values, self.begun = step, line, True
         self.losses[step] = math.nan if loss is None else loss
-        self.losses = dict(list(self.losses.items())[-_KEPT:])
+        self.losses = dict(list(self.losses.items())[-_MOST_LOSSES:])
         self._stamps.append((step, line["time"]))
 
     def starts(self, *, again: bool) -> None:
-        """A start of the ranks: they load before they make a step."""
+        """Note a start of the ranks: they load before their first step, which must not count as time of a step."""
         self.begun = False
         self.restarts += again
         self._stamps.clear()
 
     @property
     def left_s(self) -> float:
-        (first, then), (last, now) = self._stamps[0], self._stamps[-1]
-        a_step = (now - then) / (last - first) if last > first else self.values["time/step_s"]
-        return (self.num_steps - self.step) * a_step
+        """The estimated remaining time in seconds, from the last steps and all that ran between them."""
+        (first, start), (last, end) = self._stamps[0], self._stamps[-1]
+        per_step = (end - start) / (last - first) if last > first else self.values["time/step_s"]
+        return (self.num_steps - self.step) * per_step
 
 
 @dataclass(frozen=True)
 class Screen:
-    """A picture of what is seen. `status` says what goes on where no step was made yet, or why the run ends."""
+    """One frame of the live view. `status`: what happens before the first step, or why the run ends."""
 
-    seen: RunState
+    state: RunState
     status: str
     now: float = field(default_factory=time.time)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay out the frame for the terminal's width: progress, up to four columns of metrics, samples, warnings."""
         width = options.max_width - 4
         inner = Table.grid(expand=True)
         inner.add_row(self._head(width))
+        # As many columns of cells as fit; each cell is a dim name of 10 columns and a value that takes the rest.
         num_columns = max(1, min(4, width // _CELL))
         cells = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(num_columns):
@@ -244,48 +268,50 @@ class Screen:
         flat = list(self._cells(width // num_columns - 23, curve=not options.ascii_only))
         for at in range(0, len(flat), num_columns):
             cells.add_row(*(part for cell in flat[at : at + num_columns] for part in cell))
-        if self.seen.values:
+        if self.state.values:
             inner.add_row(cells)
         for text in (*self._samples(width), *self._warnings(width)):
             inner.add_row(text)
-        yield Panel(inner, title=Text(self.seen.title, style="bold"), title_align="left", border_style="dim")
+        yield Panel(inner, title=Text(self.state.title, style="bold"), title_align="left", border_style="dim")
 
     def _samples(self, width: int) -> Iterator[Text]:
-        """Show the last samples of the model, each in a line or two."""
-        for prompt, text in list(self.seen.samples.values())[:_SAMPLES]:
-            said = Text(f"step {self.seen.sampled_at:,}  {_flat(prompt)[: width // 2]} ", style="dim", overflow="fold")
-            said.append(_flat(text), style="not dim")
-            said.truncate(2 * width, overflow="ellipsis")
-            yield said
+        """Yield the last samples of the model, each cut to two lines."""
+        for prompt, text in list(self.state.samples.values())[:_SAMPLES]:
+            line = Text(f"step {self.state.sampled_at:,}  {_flat(prompt)[: width // 2]} ", style="dim", overflow="fold")
+            line.append(_flat(text), style="not dim")
+            line.truncate(2 * width, overflow="ellipsis")
+            yield line
 
     def _warnings(self, width: int) -> Iterator[Text]:
-        for text in filter(None, (self.seen.experts.warning(), self.status)):
-            said = Text(text, style="yellow", overflow="fold")
-            said.truncate(5 * width, overflow="ellipsis")
-            yield said
+        for text in filter(None, (self.state.experts.warning(), self.status)):
+            line = Text(text, style="yellow", overflow="fold")
+            line.truncate(5 * width, overflow="ellipsis")
+            yield line
 
     def _head(self, width: int) -> Table:
-        seen = self.seen
-        done = f"step {seen.step:,} of {seen.num_steps:,}"
-        left = f"{clock(seen.left_s)} left" if seen.begun and seen.step < seen.num_steps else seen.mesh
+        """Return the first row: step, progress bar, and the remaining time, or the mesh while none is known."""
+        state = self.state
+        done = f"step {state.step:,} of {state.num_steps:,}"
+        left = f"{clock(state.left_s)} left" if state.begun and state.step < state.num_steps else state.mesh
         row = Table.grid(expand=True, padding=(0, 2, 0, 0))
         row.add_column(width=min(len(done), width), no_wrap=True, style="bold")
         row.add_column(ratio=1)
         row.add_column(justify="right", no_wrap=True)
-        bar = ProgressBar(total=max(1, seen.num_steps), completed=min(seen.step, seen.num_steps))
+        bar = ProgressBar(total=max(1, state.num_steps), completed=min(state.step, state.num_steps))
         row.add_row(done, bar, left)
         return row
 
     def _cells(self, room: int, *, curve: bool) -> Iterator[tuple[str, Text]]:
-        values = self.seen.values
+        """Yield pairs of name and value; metrics that this run does not have are left out."""
+        values = self.state.values
         if not values:
             return
         loss = Text(number(values["train/loss"], ".4f"), style="bold")
         if curve:
-            loss.append("  " + sparkline(list(self.seen.losses.values()), room), style="cyan")
+            loss.append("  " + sparkline(list(self.state.losses.values()), room), style="cyan")
         yield "loss", loss
-        for name, losses in self.seen.held_out.items():
-            yield ("held out" if len(self.seen.held_out) == 1 else name), _held_out(losses)
+        for name, losses in self.state.held_out.items():
+            yield ("held out" if len(self.state.held_out) == 1 else name), _held_out(losses)
         yield "grad norm", _norm(values)
         yield "lr", Text(number(values["train/learning_rate"], ".2e"))
         yield "tokens/s", _speed(values)
@@ -302,32 +328,35 @@ class Screen:
                 yield "no tokens", Text(f"{dead:,} experts", style="yellow")
         yield "epoch", Text(number(values["train/epoch"], ".2f"))
         yield "saved", self._saved()
-        if self.seen.restarts:
-            yield "restarts", Text(str(self.seen.restarts), style="yellow")
+        if self.state.restarts:
+            yield "restarts", Text(str(self.state.restarts), style="yellow")
 
     def _saved(self) -> Text:
-        if self.seen.saved is None:
+        if self.state.saved is None:
             return Text("not yet", style="dim")
-        step, at = self.seen.saved
+        step, at = self.state.saved
         return Text(f"step {step:,}, {clock(max(0.0, self.now - at))} ago")
 
 
 def sparkline(values: Sequence[float], room: int) -> str:
-    """Means of neighbours, each as a block between the lowest and the highest of them."""
+    """Draw a curve of at most `room` block characters, scaled from the lowest value to the highest.
+
+    Each is the mean of neighbouring values; a space stands for values that are all non-finite.
+    """
     room = max(1, min(room, len(values)))
     ends = [len(values) * at // room for at in range(room + 1)]
     means = [_mean(values[first:last]) for first, last in pairwise(ends)]
-    real = [value for value in means if math.isfinite(value)]
-    if not real:
+    finite = [value for value in means if math.isfinite(value)]
+    if not finite:
         return ""
-    low, span = min(real), (max(real) - min(real)) or 1.0
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
     top = len(_BLOCKS) - 1
     return "".join(_BLOCKS[round((v - low) / span * top)] if math.isfinite(v) else " " for v in means)
 
 
 def _mean(values: Sequence[float]) -> float:
-    real = [value for value in values if math.isfinite(value)]
-    return sum(real) / len(real) if real else math.nan
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _bad(is_bad: bool) -> str:
@@ -335,6 +364,7 @@ def _bad(is_bad: bool) -> str:
 
 
 def _held_out(losses: Mapping[int, float]) -> Text:
+    """Format the last loss of a held-out set, yellow with the best one if it is not the best."""
     if not losses:
         return Text("not yet", style="dim")
     step, loss = list(losses.items())[-1]
@@ -361,4 +391,5 @@ def _experts(values: Mapping[str, Any]) -> Text:
 
 
 def _flat(text: str) -> str:
+    """Put a text on one line."""
     return " ".join(text.split())

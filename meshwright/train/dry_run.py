@@ -1,4 +1,8 @@
-"""What will be trained, for people."""
+"""Reports of `meshwright data` and `--dry-run`: tables of the data, and documents with their trained tokens marked.
+
+Training on the wrong tokens is easy to miss, since that loss falls too. So these reports show the data after template,
+tokenizer and packing, not the rows of the file.
+"""
 
 from __future__ import annotations
 
@@ -15,58 +19,60 @@ from ..errors import DataError, counted
 from .config import Config
 from .data_sources import TrainingData
 
-_HEAD = ("source", "rows", "documents", "tokens", "learnt", "longest")
-_WELL_FILLED = 0.9  # the share of a stream that documents take, below which another length is worth a try
-_SAME = re.compile(r"(<\|\w+\|>)\1{3,}")  # a mark of the tokenizer, again and again
+_HEAD = ("source", "rows", "documents", "tokens", "trained", "longest")
+_WELL_FILLED = 0.9  # with a smaller part of the streams used by documents, another length is worth a try
+_REPEATED = re.compile(r"(<\|\w+\|>)\1{3,}")  # a special token four times or more in a row
 
 
 def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingData]) -> str:
-    """The data, the streams and the steps."""
+    """Return the table of sources, and the number of streams and steps."""
     train, plan = config.train, data.plan
     epochs = plan.epochs_before(plan.num_streams)
     lines = [_row(_HEAD, "in the run")]
     for number, (documents, weight) in enumerate(zip(data.documents, plan.weights, strict=True)):
-        lines += _of_source(documents.name, data, number, f"{weight * epochs:.3g} times")
+        lines += _source_lines(documents.name, data, number, f"{weight * epochs:.3g} times")
     for name, each in held_out.items():
-        lines += _of_source(f"held out: {name}", each, 0, f"every {counted(config.eval.every, 'step')}")
+        lines += _source_lines(f"held out: {name}", each, 0, f"every {counted(config.eval.every, 'step')}")
+    # The used part is estimated from about 1000 streams: a plan may have millions.
     sample = range(0, plan.num_streams, ceil(plan.num_streams / 1000))
     used = float(np.mean([sum(map(len, plan.stream(number))) for number in sample])) / plan.length
     ranks = config.mesh.num_data_ranks
     per_rank = train.streams_per_step // ranks
     lines += [
-        f"{counted(plan.num_streams, 'stream')} of {plan.length:,} tokens, {1 - used:.2%} of them filler",
+        f"{counted(plan.num_streams, 'stream')} of {plan.length:,} tokens, {1 - used:.2%} of them padding",
         f"{counted(data.num_steps, 'step')} of {train.streams_per_step * plan.length:,} tokens: "
         f"{counted(per_rank, 'micro-batch', 'micro-batches')} on each of {counted(ranks, 'data rank')}",
     ]
     if used < _WELL_FILLED:
-        lines.append("Packing leaves much room: streams of another length, or more documents, fill better")
+        lines.append("Packing leaves much padding: try another length, or more documents")
     return "\n".join(lines)
 
 
 def _row(cells: Sequence[object], last: str) -> str:
-    """The name, five numbers, and how often the source is read."""
-    name, rows, documents, tokens, learnt, longest = (f"{c:,}" if isinstance(c, int) else str(c) for c in cells)
-    return f"{name[-28:]:<28} {rows:>9} {documents:>10} {tokens:>13} {learnt:>13} {longest:>8}  {last}"
+    """Format a table row: the name, five numbers, and how often the source is read."""
+    name, rows, documents, tokens, trained, longest = (f"{c:,}" if isinstance(c, int) else str(c) for c in cells)
+    return f"{name[-28:]:<28} {rows:>9} {documents:>10} {tokens:>13} {trained:>13} {longest:>8}  {last}"
 
 
-def _of_source(name: str, data: TrainingData, number: int, last: str) -> Iterator[str]:
+def _source_lines(name: str, data: TrainingData, number: int, last: str) -> Iterator[str]:
+    """Yield the row of a source, and a line for everything of it that is not trained on."""
     documents, source = data.documents[number], data.plan.sources[number]
-    found = documents.statistics_of(source.lengths > 0)
-    yield _row((name, found.rows, found.documents, found.tokens, found.targets, found.longest), last)
-    if seen := int(documents.num_views.sum()):
-        yield f"  with {counted(seen, 'picture or video', 'pictures and videos')}"
-    left_out = [f"{found.skipped} bad"] * bool(found.skipped)
-    left_out += [f"{found.without_targets} without anything to learn"] * bool(found.without_targets)
-    if left_out:
-        yield f"  rows left out: {', '.join(left_out)}"
-    if found.too_long:
-        yield f"  {counted(found.too_long, 'document')} longer than {data.plan.length:,} tokens left out"
+    stats = documents.statistics_of(source.lengths > 0)
+    yield _row((name, stats.rows, stats.documents, stats.tokens, stats.targets, stats.longest), last)
+    if num_views := int(documents.num_views.sum()):
+        yield f"  with {counted(num_views, 'picture or video', 'pictures and videos')}"
+    skipped = [f"{stats.skipped} bad"] * bool(stats.skipped)
+    skipped += [f"{stats.without_targets} without trained tokens"] * bool(stats.without_targets)
+    if skipped:
+        yield f"  rows left out: {', '.join(skipped)}"
+    if stats.too_long:
+        yield f"  {counted(stats.too_long, 'document')} longer than {data.plan.length:,} tokens left out"
     if documents.unused:
-        yield f"  fields that are not used: {', '.join(documents.unused)}"
+        yield f"  unused fields: {', '.join(documents.unused)}"
 
 
 def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
-    """Documents of each source, spread over it: what is learnt in green, and in brackets for who sees no colours."""
+    """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text."""
     spell = _speller(directory)
     for documents in data.documents:
         for number in np.linspace(0, len(documents) - 1, min(num, len(documents))).astype(int).tolist():
@@ -74,21 +80,23 @@ def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
 
 
 def _speller(directory: Path) -> Callable[[Tokens, int, int], str]:
+    """Return a function that decodes a range of a document; without a tokenizer it prints ids."""
     try:
         tokenizer = tokenizer_of(directory)
-    except DataError:  # rows of ids need none
+    except DataError:  # `kind = "tokens"` needs no tokenizer
         return lambda document, start, stop: " ".join(map(str, document.ids[start:stop]))
     return lambda document, start, stop: _short(str(tokenizer.decode(document.ids[start:stop])))
 
 
 def _short(text: str) -> str:
-    """With the places of a picture counted, of which there are hundreds."""
-    return _SAME.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", text)
+    """Shorten runs of one special token to a count: an image has hundreds of placeholders."""
+    return _REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
 
 
 def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:
+    """Format a document with its trained spans in green and brackets, below the place of its row in the file."""
     document, at = documents.tokens(number), 0
-    head = f"{documents.place(number)}: {counted(len(document), 'token')}, {document.num_targets} learnt"
+    head = f"{documents.place(number)}: {counted(len(document), 'token')}, {document.num_targets} trained"
     text = Text(f"{head}\n", style="bold")
     for start, stop in document.spans:
         text.append(spell(document, at, start), style="not bold dim")

@@ -1,8 +1,13 @@
-"""Names that users of other trainers write into a run file: what they are called here, or why there is nothing."""
+"""Option names of other trainers, and what to write instead.
+
+People copy options from torchtitan, Megatron-LM, Hugging Face, TRL, Axolotl or LLaMA-Factory. An unknown name alone
+would make them search the docs, so the error names the field, or explains why the feature needs none or is missing.
+`config_file._suggestion` reads both tables; a test checks that every target exists and that no name is in both.
+"""
 
 from __future__ import annotations
 
-# The field of another name.
+# The field with the same meaning, by the foreign name.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), ("mesh", "fsdp")),
     **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), ("mesh", "replicate")),
@@ -70,19 +75,22 @@ _REWARDS = (
     "run in a Python loop: docs/rl.md and docs/losses.md"
 )
 _PACKING = (
-    "documents are always packed into streams of `length` tokens, and never see each other. Nothing is padded but the "
-    "end of a stream"
+    "documents are always packed into streams of `length` tokens, and never attend to each other. Only the end of a "
+    "stream is padded"
 )
-_LEARNT = 'a chat learns what the assistant says alone, as turns of [[data]] chooses; kind = "text" learns everything'
-_CODE = "no code of a model directory is ever run; only the model families of docs/README.md can be trained"
-_KERNELS = "the fastest attention kernel that is installed is taken; there is nothing to choose"
+_LOSS_MASK = (
+    "chats are trained on the assistant's tokens only, as turns of [[data]] selects; "
+    'kind = "text" trains on all tokens'
+)
+_CODE = "code in a model directory is never run; only the model families listed in docs/README.md can be trained"
+_KERNELS = "the fastest attention kernel that is installed is used; no option selects it"
 _FP16 = 'float16 is not supported: its gradients overflow. dtype of [train] is "bfloat16", "float32" or "float64"'
 
-# What has no field of its own, and what to do instead. A name followed by more (`lora_alpha`) means the same.
+# What to do instead, by names that no field corresponds to. A longer name (`lora_alpha`) has the meaning of its prefix.
 REFUSED = {
     "streaming": "a stream has no exact plan: what is trained on would depend on the number of ranks and on restarts. "
-    "The set is downloaded and tokenised once; of one that is too large for the disk take a part: hf_subset, hf_split, "
-    "or some of its files as path",
+    "The data set is downloaded and tokenised once. If it is too large for the disk, select a part: hf_subset, "
+    "hf_split, or some of its files as path",
     **dict.fromkeys(
         ("lora", "qlora", "dora", "peft", "use_peft", "adapter", "adapters", "target_modules", "modules_to_save",
          "finetuning_type"),
@@ -120,7 +128,7 @@ REFUSED = {
     **dict.fromkeys(
         ("completion_only_loss", "assistant_only_loss", "train_on_inputs", "train_on_prompt", "mask_prompt",
          "mask_history", "train_on_responses_only"),
-        _LEARNT,
+        _LOSS_MASK,
     ),
     **dict.fromkeys(("trust_remote_code", "remote_code"), _CODE),
     **dict.fromkeys(
@@ -135,15 +143,15 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("dataloader_num_workers", "num_workers", "preprocessing_num_workers", "dataset_num_proc"),
-        "data is tokenised once, by as many processes as there are cores (8 at most), and kept in `cache`",
+        "data is tokenised once, by one process per core (8 at most), and stored in `cache`",
     ),
     "shuffle": "documents are always shuffled, by `seed`",
     **dict.fromkeys(
-        ("overwrite_output_dir",), 'the same command goes on from OUT; resume = "never" refuses an OUT with checkpoints'
+        ("overwrite_output_dir",), 'the same command resumes from OUT; resume = "never" refuses an OUT with checkpoints'
     ),
     **dict.fromkeys(
         ("max_samples", "max_train_samples", "max_eval_samples"),
-        "a source is read whole; weight of [[data]] takes a part of it in each epoch",
+        "a source is read completely; weight of [[data]] selects a part of it for each epoch",
     ),
     **dict.fromkeys(
         ("label_smoothing", "neftune", "liger_kernel", "use_liger_kernel", "ema"), "it is not supported"
@@ -152,6 +160,6 @@ REFUSED = {
 
 
 def refusal_of(name: str) -> str:
-    """Return what to do instead of a name that has no field, "" for a name that nobody uses elsewhere."""
+    """Return what to do instead of a foreign name that no field corresponds to, "" for any other name."""
     plain = name.lower().replace("-", "_")
     return next((why for known, why in REFUSED.items() if plain == known or plain.startswith(f"{known}_")), "")

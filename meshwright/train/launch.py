@@ -1,4 +1,9 @@
-"""Start a run: ranks as processes of this machine, or this process as a rank that somebody else has started."""
+"""The launcher of `meshwright train`: start the ranks of one machine, watch them, and restart them after a failure.
+
+Under torchrun, SLURM or Ray, `WORLD_SIZE` is set: then this process is one rank and only trains. Otherwise it is the
+launcher. It trains nothing and never creates a process group or touches a device, so it survives whatever happens to
+the ranks, and can say which one failed first.
+"""
 
 from __future__ import annotations
 
@@ -21,117 +26,139 @@ from .config_checks import contradictions
 from .data_sources import TrainingData, all_of, held_out_of, model_directory, training_data
 from .display import Display, RunState
 from .lock import hold
-from .rank import LAUNCHER, as_rank, noted
+from .rank import LAUNCHER, as_rank, record_signals
 from .resume_point import check_position
 from .run import run
 from .samples import prompts_of
 
 LOGS = "logs"
-_IN_VAIN = 2  # starts in a row without a step, after which another would not help
+_MAX_STARTS_WITHOUT_STEP = 2  # in a row; a further start would fail before its first step too
 
 
 def start(config: Config, arguments: Sequence[str]) -> str:
-    """Train, and say why it ended early. `arguments`: those of the command that a rank is started with."""
+    """Train, and return why the run ended early, "" if it did not.
+
+    `arguments`: the command-line arguments that ranks are started with.
+    """
     if "WORLD_SIZE" in os.environ:
         return as_rank(config, run)
     out, world = path_of(config.out), config.mesh.world
     with hold(out):
-        data = prepared(config).data  # before any rank runs: ranks that wait for one that tokenises time out
+        data = prepared(config).data  # before any rank runs: ranks that wait for one that tokenises would time out
         check_position(config, data)
         if world > 1:
+            # By default each rank would use all cores, and the ranks would take them from each other.
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        seen, log = RunState(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
-        with noted() as asked, Display(seen, out, plain=log.plain, every=log.every, asked=asked) as display:
-            return _launch(config, arguments, out, display, asked)
+        state, log = RunState(f"meshwright train {config.out}", describe_mesh(config), data.num_steps), config.log
+        with (
+            record_signals() as signals,
+            Display(state, out, plain=log.plain, every=log.every, signals=signals) as display,
+        ):
+            return _launch(config, arguments, out, display, signals)
 
 
 def ends_at_the_terminal() -> bool:
-    """Whether a person reads what this process prints: our launcher, or rank 0 of another one such as torchrun."""
+    """Return whether a person reads this process's output: our launcher, or rank 0 under torchrun and others."""
     return "WORLD_SIZE" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All data of a run: what is trained on, and the held-out sets by name."""
+    """All data of a run: the training data, and the held-out sets by name."""
 
     data: TrainingData
     held_out: Mapping[str, TrainingData]
 
 
 def prepared(config: Config) -> Prepared:
-    """The data, tokenised by as many processes as there are cores. That may take long: prompts are looked at first."""
+    """Tokenise all data, with a process per core (8 at most).
+
+    It may take hours, so the prompts of samples are checked first.
+    """
     directory, processes = model_directory(config.model), min(8, os.cpu_count() or 1)
     prompts_of(config.sample, config.data[0], directory)
-    found: list[Any] = all_of(
+    results: list[Any] = all_of(
         partial(make, config, directory, path_of(config.cache), processes=processes)
         for make in (training_data, held_out_of)
     )
-    return Prepared(*found)
+    return Prepared(*results)
 
 
 def what_next(config: Config) -> str:
-    """Say what the same command does after a run that was ended early."""
+    """Tell the user what the same command does after a run that ended early."""
     if newest_whole(path_of(config.out) / CHECKPOINTS) is None:
-        return "nothing was saved yet: the same command begins anew"
-    return f"the same command goes on from {config.out}"
+        return "nothing was saved yet: the same command starts anew"
+    return f"the same command resumes from {config.out}"
 
 
-def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display, asked: Sequence[int]) -> str:
-    """Start the ranks, and again from the newest checkpoint where one has failed. `asked`: signals that came so far."""
-    failed, restarts, in_vain, given = Counter[int](), 0, 0, list(arguments)
+def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display, signals: Sequence[int]) -> str:
+    """Run attempts until one ends without a failure. Return why it ended early, "" at the end of the data.
+
+    An attempt is one start of all ranks; each resumes from the newest checkpoint. `signals`: those that this process
+    has received; the list grows meanwhile. No restart follows a signal, a failure that would repeat itself, or
+    `max_restarts` restarts.
+
+    A rank that fails twice is taken for bad hardware: the next attempt runs on a smaller mesh.
+    """
+    failed, restarts, without_step, rank_arguments = Counter[int](), 0, 0, list(arguments)
     while True:
         logs = next_attempt(out / LOGS)
         display.starts(logs / "0.log", again=restarts > 0)
-        how = processes.ended(config.mesh.world, given, logs, config.launch.shutdown_timeout, asked)
-        if how.failure is None:
-            return f"signal {how.signal}" if how.signal else ""
-        display.follow()
-        in_vain = 0 if display.num_steps_seen else in_vain + 1
-        failure.write(out, str(how.failure))
-        stops = how.signal or how.failure.final or in_vain == _IN_VAIN
+        outcome = processes.run_ranks(config.mesh.world, rank_arguments, logs, config.launch.shutdown_timeout, signals)
+        if outcome.failure is None:
+            return f"signal {outcome.signal}" if outcome.signal else ""
+        display.follow()  # count the steps of this attempt, up to its last line
+        without_step = 0 if display.attempt_steps else without_step + 1
+        failure.write(out, str(outcome.failure))
+        stops = outcome.signal or outcome.failure.final or without_step == _MAX_STARTS_WITHOUT_STEP
         if stops or restarts == config.launch.max_restarts:
-            raise RankError(str(how.failure))
+            raise RankError(str(outcome.failure))
         restarts += 1
-        failed[how.failure.rank] += 1
-        leaves_out = config.launch.fewer or failed[how.failure.rank] > 1
-        if leaves_out and (smaller := fewer(config)):  # without one the same ranks try again
+        failed[outcome.failure.rank] += 1
+        shrink = config.launch.fewer or failed[outcome.failure.rank] > 1
+        if shrink and (smaller := smaller_mesh(config)):  # else the same ranks try again
             config, failed, mesh = smaller, Counter(), smaller.mesh
-            given = [*arguments, "--set", f"mesh.replicate={mesh.replicate}", f"mesh.fsdp={mesh.fsdp}"]
-            display.seen.mesh = shape(config)
-        where = newest_whole(out / CHECKPOINTS) or "the beginning"
+            rank_arguments = [*arguments, "--set", f"mesh.replicate={mesh.replicate}", f"mesh.fsdp={mesh.fsdp}"]
+            display.state.mesh = describe_mesh(config)
+        where = newest_whole(out / CHECKPOINTS) or "the start"
         logger.warning(
-            "%s; starting again from %s on %s (%d of %d)",
-            how.failure.short, where, shape(config), restarts, config.launch.max_restarts,
+            "%s; restarting from %s on %s (%d of %d)",
+            outcome.failure.short, where, describe_mesh(config), restarts, config.launch.max_restarts,
         )  # fmt: skip
 
 
 def next_attempt(folder: Path) -> Path:
-    """Starts are counted through all commands of a run: none writes over the logs of another."""
-    taken = [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
-    return folder / str(max(taken, default=-1) + 1)
+    """Return the log folder of the next attempt. Attempts are numbered across commands, so no log is overwritten."""
+    numbers = [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
+    return folder / str(max(numbers, default=-1) + 1)
 
 
-def fewer(config: Config) -> Config | None:
-    """On the largest mesh of fewer ranks that the run can have. fsdp gets smaller first; tp and ep stay."""
-    mesh, found = config.mesh, []
+def smaller_mesh(config: Config) -> Config | None:
+    """Return the config on the largest valid mesh with fewer ranks, None if no such mesh exists.
+
+    Only the data-parallel axes shrink, fsdp first: they change nothing but the number of micro-batches per rank. The
+    other axes are constrained by the model.
+    """
+    mesh, candidates = config.mesh, []
     for replicate, fsdp in product(range(1, mesh.replicate + 1), range(1, mesh.fsdp + 1)):
         smaller = mesh.model_copy(update={"replicate": replicate, "fsdp": fsdp})
         other = config.model_copy(update={"mesh": smaller})
         if smaller.world < mesh.world and not any(contradictions(other)):
-            found.append(((smaller.world, replicate), other))
-    return max(found, key=lambda each: each[0])[1] if found else None
+            candidates.append(((smaller.world, replicate), other))
+    return max(candidates, key=lambda each: each[0])[1] if candidates else None
 
 
-def shape(config: Config) -> str:
-    """`4 ranks: fsdp=2 tp=2`."""
+def describe_mesh(config: Config) -> str:
+    """Format the mesh: `4 ranks: fsdp=2 tp=2`."""
     sizes = [f"{axis}={size}" for axis, size in config.mesh.model_dump().items() if size > 1]
     world = config.mesh.world
     return " ".join([f"{world} ranks:", *sizes]) if world > 1 else "1 rank"
 
 
 def refuse_other_world(config: Config, nproc: int | None) -> None:
+    """Refuse a `--nproc` that contradicts the mesh."""
     world = config.mesh.world
     if nproc is not None and nproc != world:
         raise ConfigError(
-            f"--nproc {nproc}, and the mesh of the run has {world} ranks; leave --nproc out, or set the mesh"
+            f"--nproc {nproc}, but the mesh of the run has {world} ranks; leave --nproc out, or change the mesh"
         )

@@ -1,4 +1,8 @@
-"""The learning rate of each step."""
+"""Learning-rate schedules: linear warm-up, then constant, linear, cosine (arXiv:1608.03983) or WSD (arXiv:2404.06395).
+
+A schedule is a pure function of the step and the length of the run, so nothing of it is stored. A run that resumes with
+another length gets another curve; for "wsd" the rate could jump up in the middle of its decay, which `rate_jump` finds.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,24 @@ from .config import OptimSection
 
 
 def schedule(optim: OptimSection, num_steps: int) -> Callable[[int], float]:
-    """Of a step of a run of `num_steps`. It rises over the first steps, and would be `final` of `lr` after the last:
-    a last step at a rate of 0 would be for nothing."""
-    if wrong := refusal(optim, num_steps):
-        raise ConfigError(f"optim.{wrong[0]}: {wrong[1]}")
-    warmup, falls_from = warmup_steps(optim, num_steps), _falls_from(optim, num_steps)
+    """Return the learning rate as a function of the step, for a run of `num_steps`.
+
+    Both ends are shifted by one step, because a step at a rate of 0 would change nothing: the first step has a rate
+    above 0, and `final` would only be reached by the step after the last.
+    """
+    if mistake := refusal(optim, num_steps):
+        raise ConfigError(f"optim.{mistake[0]}: {mistake[1]}")
+    warmup, decay_start = warmup_steps(optim, num_steps), _decay_start(optim, num_steps)
 
     def lr(step: int) -> float:
         if step < warmup:
             return optim.lr * (step + 1) / (warmup + 1)
-        done = min(1.0, max(0.0, (step - falls_from) / max(1, num_steps - falls_from)))
+        progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
         shape = {
             "constant": 1.0,
-            "linear": 1 - done,
-            "cosine": (1 + math.cos(math.pi * done)) / 2,
-            "wsd": 1 - done,
+            "linear": 1 - progress,
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "wsd": 1 - progress,
         }[optim.schedule]
         return optim.lr * (optim.final + (1 - optim.final) * shape)
 
@@ -32,36 +39,43 @@ def schedule(optim: OptimSection, num_steps: int) -> Callable[[int], float]:
 
 
 def warmup_steps(optim: OptimSection, num_steps: int) -> int:
-    """A share leaves a step at the full rate, however short the run is."""
+    """Return the steps of warm-up. A fraction leaves at least one step at the full rate in the shortest run."""
     return optim.warmup if isinstance(optim.warmup, int) else min(round(optim.warmup * num_steps), num_steps - 1)
 
 
 def _decay_steps(optim: OptimSection, num_steps: int) -> int:
+    """Return the steps over which "wsd" decays."""
     return max(1, round(optim.decay * num_steps))
 
 
-def _falls_from(optim: OptimSection, num_steps: int) -> int:
-    """Return the last step at the full rate."""
+def _decay_start(optim: OptimSection, num_steps: int) -> int:
+    """Return the last step at the full rate, after which the rate decays."""
     warmup = warmup_steps(optim, num_steps)
     return max(warmup, num_steps - _decay_steps(optim, num_steps)) if optim.schedule == "wsd" else warmup
 
 
-def jump_of(optim: OptimSection, before: int, now: int, step: int) -> str:
-    """Say how the rate of `wsd` would rise again in a run of `before` steps that is made `now` steps long; "" where it
-    does not. Until it begins to fall, such a run may get longer."""
-    if optim.schedule != "wsd" or refusal(optim, before) or step <= _falls_from(optim, before):
+def rate_jump(optim: OptimSection, before: int, now: int, step: int) -> str:
+    """Describe how the rate of "wsd" would jump up at `step` if a run of `before` steps gets `now` steps; "" if not.
+
+    A jump undoes the decay. Before the decay the rate is constant, so until then the run may get longer: this is the
+    advantage of "wsd" over a cosine.
+    """
+    if optim.schedule != "wsd" or refusal(optim, before) or step <= _decay_start(optim, before):
         return ""
     old, new = schedule(optim, before)(step), schedule(optim, now)(step)
     if new <= old * (1 + 1e-9):
         return ""
     return (
-        f'the rate of "wsd" has fallen since step {_falls_from(optim, before)} of {before}: in a run of {now} steps it '
-        f"would jump from {old:.3g} to {new:.3g}"
+        f'the rate of "wsd" has decayed since step {_decay_start(optim, before)} of {before}: in a run of {now} steps '
+        f"it would jump from {old:.3g} to {new:.3g}"
     )
 
 
 def refusal(optim: OptimSection, num_steps: int | None) -> tuple[str, str] | None:
-    """The field that does not fit into the run, and why. `num_steps`: None where only the data knows."""
+    """Return the field that does not fit the length of the run and why, None if all fit.
+
+    `num_steps`: None if it depends on the data.
+    """
     warmup, decay = optim.warmup, optim.decay
     if isinstance(warmup, float):
         if optim.schedule == "wsd" and warmup + decay > 1:

@@ -1,7 +1,7 @@
 """Checks that `meshwright data`, `--dry-run` and `train` make before any row is read and before any rank runs.
 
-Packages, the model and its mesh, the files of all sources, templates and prompts. Each mistake has its place in the
-file, so that all are told at once with their lines.
+They cover packages, the model and its mesh, the files of all sources, templates and prompts. A check does not raise: it
+yields the path of the field and a message, so that all mistakes are reported at once, each with its line in the file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ Mistakes = Iterator[tuple[Place, str]]
 
 
 def mistakes(config: Config) -> Mistakes:
-    """Say what is wrong with what the file names. What depends on the model waits until there is one."""
+    """Yield the mistakes in what the file refers to: packages, files, the model, templates, prompts.
+
+    Checks that need the model are skipped if it cannot be opened; likewise those of prompts if the first source, whose
+    template formats them, cannot be read.
+    """
     yield from missing_packages(config)
-    yield from _of_files(config)
+    yield from _file_mistakes(config)
     try:
         directory = model_directory(config.model)
         blueprint = model_of(config)
     except MeshwrightError as error:
         yield place_of(str(error), config, ("model",)), str(error)
         return
-    unreadable = [*_of_readers(config, directory)]
+    unreadable = [*_reader_mistakes(config, directory)]
     yield from unreadable
-    if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # prompts are written as its rows are
+    if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # its template formats the prompts
         yield from _refused(("sample", "prompts"), partial(prompts_of, config.sample, config.data[0], directory))
+    # Optimizer state is checked only on a valid mesh: its blocks depend on how the mesh cuts parameters.
     refused = objections_to(blueprint, config)
     yield from ((place_of(text, config, ("mesh",)), text) for text in refused)
     yield from _refused(("train", "train"), blueprint.trained)
@@ -43,14 +48,16 @@ def mistakes(config: Config) -> Mistakes:
         yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
 
 
-def _of_files(config: Config) -> Mistakes:
+def _file_mistakes(config: Config) -> Mistakes:
+    """Check that the files of all sources exist, and that templates can be read."""
     for place, section in sources_in(config):
         if section.path:
             yield from _refused((*place, "path"), partial(check_source_files, section))
         yield from _refused((*place, "template"), partial(read_template, section.template))
 
 
-def _of_readers(config: Config, directory: Path) -> Mistakes:
+def _reader_mistakes(config: Config, directory: Path) -> Mistakes:
+    """Check that the model's tokenizer and template fit each source."""
     reader = RowReader(directory, path_of(config.cache), config.train.tower)
     for place, section in sources_in(config):
         if section.path:
@@ -58,6 +65,7 @@ def _of_readers(config: Config, directory: Path) -> Mistakes:
 
 
 def _refused(place: Place, check: Callable[[], object]) -> Mistakes:
+    """Turn what a check raises into a mistake at a place."""
     try:
         check()
     except MeshwrightError as error:

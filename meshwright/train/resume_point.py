@@ -1,4 +1,9 @@
-"""Where a run stands, and where it goes on: from its newest checkpoint, if it is still the same run."""
+"""Where to resume: from the run's newest checkpoint, if the run is still the same.
+
+"The same" means that config fields marked `Fixed` are unchanged, and that the packing plan has the same fingerprint.
+Otherwise a resumed run would skip documents or read some twice, and its loss curve would not show it. The mesh may
+change: the order of documents does not depend on it (docs/resume.md).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,17 @@ from .config import Config
 from .config_docs import ChangedField, changed_fields
 from .config_file import read
 from .data_sources import TrainingData
-from .lr_schedule import jump_of
+from .lr_schedule import rate_jump
 
 
 @dataclass
 class Position:
-    """All that a checkpoint holds beside the engine. `stream`: which the next step begins with. `lowest`: the held-out
-    loss that was lowest, and `since` the evaluations after it. `num_steps`: of the run, by which its rate falls; None
-    in checkpoints of earlier versions."""
+    """The trainer's part of a checkpoint, in addition to the engine's.
+
+    `plan`: the fingerprint of the packing plan. `stream`: the first stream of the next step. `skipped`: steps without
+    update, for a non-finite loss. `lowest`: the lowest held-out loss, and `since` the number of evaluations after
+    it. `num_steps`: the length of the run, which the learning rate depends on; None in checkpoints of earlier versions.
+    """
 
     plan: str
     stream: int = 0
@@ -32,75 +40,81 @@ class Position:
 
 
 def position_of(config: Config, engine: Engine, data: TrainingData) -> Position:
-    """Resume the run: its newest checkpoint that is not damaged, or the one that `resume` names, or the beginning."""
+    """Resume the engine and return the position: of the newest checkpoint, of the one `resume` names, or the start.
+
+    Rank 0 alone looks at the directory. On a shared file system ranks may see a new file at different times, and ranks
+    that resume from different checkpoints would train different models.
+    """
     mesh, out = engine.model.mesh, path_of(config.out)
-    found, told = mesh.broadcast_object(_found(config, out) if mesh.rank == 0 else None)
-    if told:
-        raise ConfigError(told)
-    if mesh.rank == 0 and found is not None:
-        _tell_changes(config, out / RUN)
-    if found is None:
+    source, refusal = mesh.broadcast_object(_resume_source(config, out) if mesh.rank == 0 else None)
+    if refusal:
+        raise ConfigError(refusal)
+    if mesh.rank == 0 and source is not None:
+        _log_changes(config, out / RUN)
+    if source is None:
         return Position(data.plan.fingerprint, num_steps=data.num_steps)
-    resumed = resume(engine, found)
-    position = _taken(config, data, resumed.directory, resumed.state, engine.steps)
-    logger.warning("going on from %s", resumed.directory)
+    resumed = resume(engine, source)
+    position = _position_in(config, data, resumed.directory, resumed.state, engine.steps)
+    logger.warning("resuming from %s", resumed.directory)
     return position
 
 
 def check_position(config: Config, data: TrainingData) -> None:
-    """Refuse, before any rank starts, what `position_of` would refuse on all of them."""
-    found, told = _found(config, path_of(config.out))
-    if told:
-        raise ConfigError(told)
-    if found is None:
+    """Refuse in the launcher what `position_of` would refuse on every rank after minutes of loading."""
+    source, refusal = _resume_source(config, path_of(config.out))
+    if refusal:
+        raise ConfigError(refusal)
+    if source is None:
         return
     try:
-        checkpoint = opened_at(found)
-    except CheckpointError:  # the ranks decide what follows from a broken one
+        checkpoint = opened_at(source)
+    except CheckpointError:  # a broken checkpoint is for `resume` to report, or to replace by an older one
         return
-    _taken(config, data, checkpoint.directory, checkpoint.trainer["state"], checkpoint.trainer["step"])
+    _position_in(config, data, checkpoint.directory, checkpoint.trainer["state"], checkpoint.trainer["step"])
 
 
-def _taken(config: Config, data: TrainingData, found: Path, state: object, step: int) -> Position:
-    """Return the position that a checkpoint of `step` holds, if the run may go on from it."""
+def _position_in(config: Config, data: TrainingData, checkpoint: Path, state: object, step: int) -> Position:
+    """Return the position that a checkpoint of `step` holds, or refuse to resume from it."""
     if not isinstance(state, dict) or state.get("plan") != data.plan.fingerprint:
         raise CheckpointError(
-            f"{found} was trained on other data: files, tokenizer, weights, length or seed have changed; "
+            f"{checkpoint} was trained on other data: files, tokenizer, weights, length or seed have changed; "
             "choose another out (model may be this checkpoint)"
         )
     position = Position(**state)
-    if position.num_steps and (jump := jump_of(config.optim, position.num_steps, data.num_steps, step)):
+    if position.num_steps and (jump := rate_jump(config.optim, position.num_steps, data.num_steps, step)):
         raise ConfigError(
-            f"{found}: {jump}. Begin from a checkpoint before it fell (another out, and resume = its path), or begin a "
-            "new run, with a schedule of its own, whose model is this checkpoint"
+            f"{checkpoint}: {jump}. Start from a checkpoint before the decay (another out, and resume = its path), or "
+            "start a new run, with its own schedule, whose model is this checkpoint"
         )
     return replace(position, num_steps=data.num_steps)
 
 
-def _found(config: Config, out: Path) -> tuple[Path | None, str]:
-    """Return what to resume, and why it cannot be resumed. Rank 0 decides for all. For the run's own
-    checkpoints return their folder, so that an older one is taken where the newest is damaged."""
+def _resume_source(config: Config, out: Path) -> tuple[Path | None, str]:
+    """Return what to resume from (None: start anew) and, if that is refused, the message.
+
+    For the run's own checkpoints this is their folder: `resume` takes an older checkpoint if the newest is damaged.
+    """
     newest = next((each.path for each in checkpoints(out / CHECKPOINTS)), None)
     if newest is None:
         return (None if config.resume in ("auto", "never") else path_of(config.resume)), ""
     if config.resume == "never":
-        return None, f'{newest} is there, and resume = "never"; choose another out, or remove it'
+        return None, f'{newest} exists, and resume = "never"; choose another out, or remove it'
     refused = [f"  {each}" for each in _changes(config, out / RUN)[0] if not each.may]
-    told = "\n".join([f"this is not the run that {out / RUN} tells of:", *refused]) if refused else ""
-    return out / CHECKPOINTS, told
+    message = "\n".join([f"the config differs from that of the run, {out / RUN}:", *refused]) if refused else ""
+    return out / CHECKPOINTS, message
 
 
-def _tell_changes(config: Config, file: Path) -> None:
-    """Log what differs from the config that the run began with, and may."""
+def _log_changes(config: Config, file: Path) -> None:
+    """Log the allowed changes since the run began."""
     changes, unknown = _changes(config, file)
     for each in changes:
         logger.warning("%s", each)
     if unknown:
-        logger.warning("what has changed since the run began is not known: %s", unknown)
+        logger.warning("changes of the config since the run began are unknown: %s", unknown)
 
 
 def _changes(config: Config, file: Path) -> tuple[list[ChangedField], str]:
-    """Return what differs, and why that is not known where the file of an earlier version cannot be read."""
+    """Return the changed fields, and an error message if config.toml, of an earlier version perhaps, cannot be read."""
     try:
         return (changed_fields(read(file), config) if file.is_file() else []), ""
     except ConfigError as error:

@@ -1,4 +1,8 @@
-"""A run on one rank: model, engine and data of a config, trained from where the last checkpoint stands."""
+"""A run on one rank: build model, engine and data from a config, resume, train, export.
+
+Every rank executes this. The order is that of cost: refusals that need only the config come before the process group,
+the data before the model, and an export that would be refused is refused before the first step, not after the last.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from .config import Config
 from .config_model import optimizer_of, warn_of_memory
 from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
-from .loop import EARLY, Habits, Loop, Speed
+from .loop import EARLY, Loop, LoopOptions, Speed
 from .lr_schedule import schedule
 from .metrics import JsonLines, Lines, Sink, check_sinks, last_step, sinks_of
 from .profiler import Profiler
-from .rank import LAUNCHER, listening
+from .rank import LAUNCHER, handle_signals
 from .resume_point import position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
@@ -41,26 +45,27 @@ class Trainer:
     >>> for record in trainer.steps():                           # doctest: +SKIP
     ...     print(record.loss)
 
-    Between two steps the model, the engine and everything else are yours. What is due after a step (evaluation,
-    samples, checkpoints, metrics) is done when it is handed out.
+    Between two steps the model, the engine and everything else are yours. Whatever follows a step (evaluation, samples,
+    checkpoints, metrics) has been done when `steps` yields it.
     """
 
     def __init__(self, config: Config) -> None:
-        given: object = config
-        if not isinstance(given, Config):
+        argument: object = config
+        if not isinstance(argument, Config):
             raise ConfigError(
-                f"mw.Trainer takes the config of a run, not a {type(given).__name__}; give mw.train.read(file) or "
+                f"mw.Trainer takes the config of a run, not a {type(argument).__name__}; pass mw.train.read(file) or "
                 "mw.train.config_of(model=..., out=..., data=[...]). For a model and steps of your own: mw.Engine"
             )
         check_sinks(config)
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
-        self._lock = _lock_of(self.out, mesh)
-        torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
+        self._lock = _lock_of(self.out, mesh)  # before anything else touches OUT
+        torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # only a loss of the user draws random numbers
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
         self.data, held_out = training_data(config, directory, cache), held_out_of(config, directory, cache)
+        # Dropped documents change what is trained on: rank 0 says so once, at the start.
         for each in (self.data, *held_out.values()) if mesh.rank == 0 else ():
             for line in each.left_out():
                 logger.warning("%s", line)
@@ -73,31 +78,37 @@ class Trainer:
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
-        self.sinks: list[Sink] = []
-        self.why = ""  # the run ended before the data did
+        self.sinks: list[Sink] = []  # opened by `steps`, on rank 0: a Trainer that never trains writes nothing
+        self.why = ""  # why the run ended before its data, if it did
 
     def steps(self) -> Iterator[StepRecord | None]:
-        """Train, and give each step when all that was due after it is done; None for one that was left out. Signals
-        end it after a step, saved."""
+        """Train, and yield the record of each step after everything that follows it, None for a skipped step.
+
+        Signals end the run after the current step, saved.
+        """
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
             self.sinks.append(failure.Overcome(self.out, last_step(self.out / "metrics.jsonl")))
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
-        with listening() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
+        with handle_signals() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
             loop = Loop(
-                self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
+                self.engine, self.feed, self.data.num_steps, self.position, self.out, _loop_options(self.config), stop,
                 _speed(self.model), self.sinks, self.held_out, self.sample, profiler.step,
             )  # fmt: skip
-            loop.begin(self._beginning())
+            loop.begin(self._start_metrics())
             yield from loop.steps()
             self.why = loop.why
+            # The launcher then knows that this rank ended by the signal, saved, and not by a failure.
             if stop.signal is not None and self.why == f"signal {stop.signal}":
                 failure.record_signal(stop.signal, self.mesh.rank)
         self.feed.close()
 
     def run(self) -> str:
-        """All steps, and the export. Why it ended early, "" at the end of the data."""
+        """Train to the end and export. Return why the run ended early, "" at the end of the data.
+
+        Early stopping is a normal end: it exports too.
+        """
         for _ in self.steps():
             pass
         if self.why in ("", EARLY) and self.config.save.export:
@@ -106,9 +117,11 @@ class Trainer:
 
     @property
     def _first_step(self) -> int:
+        """The number of the first step of this start, counted from 1."""
         return self.position.stream // self.config.train.streams_per_step + 1
 
-    def _beginning(self) -> dict[str, object]:
+    def _start_metrics(self) -> dict[str, object]:
+        """Return the values of the "start" event, which the live view and the report need to read the others."""
         axes, balance = self.mesh.axes, self.model.blueprint.balance
         experts = {"num": balance.num_experts, "top_k": balance.top_k}
         return {
@@ -122,31 +135,32 @@ class Trainer:
 
 
 def run(config: Config) -> str:
-    """Train on this rank. All ranks of the mesh call it. Returns why it ended early, "" otherwise."""
+    """Train on this rank. Collective. Return why the run ended early, "" at the end of the data."""
     return Trainer(config).run()
 
 
 def _lock_of(out: Path, mesh: Mesh) -> Lock | None:
-    """Rank 0 holds OUT, unless its launcher does. All ranks refuse one that another run holds."""
-    found, told = None, ""
+    """Lock OUT on rank 0, unless its launcher holds the lock. All ranks refuse an OUT that another run holds."""
+    lock, refusal = None, ""
     if mesh.rank == 0 and LAUNCHER not in os.environ:
         try:
-            found = hold(out)
+            lock = hold(out)
         except OutInUse as error:
-            told = str(error)
-    if told := mesh.broadcast_object(told):
-        raise OutInUse(told)
-    return found
+            refusal = str(error)
+    if refusal := mesh.broadcast_object(refusal):
+        raise OutInUse(refusal)
+    return lock
 
 
-def be_deterministic(wished: bool) -> None:
-    """Before a device is used: its library of products reads the environment once."""
-    if wished:
+def be_deterministic(enabled: bool) -> None:
+    """Switch on deterministic operations, before a device is used: cuBLAS reads its workspace setting only once."""
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
+    """Create the engine. With several sources the loss also accumulates the loss of each."""
     optim, several = config.optim, len(data.documents) > 1
     return Engine(
         model, lr=schedule(optim, data.num_steps), optimizer=optimizer_of(optim),
@@ -155,9 +169,10 @@ def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
     )  # fmt: skip
 
 
-def _habits(config: Config) -> Habits:
+def _loop_options(config: Config) -> LoopOptions:
+    """Translate the sections of the file into options of the loop."""
     hours, save, held_out = config.train.time_limit, config.save, config.eval
-    return Habits(
+    return LoopOptions(
         save_every=save.every,
         keep=None if save.keep == "all" else save.keep,
         keep_every=save.keep_every,
@@ -172,6 +187,7 @@ def _habits(config: Config) -> Habits:
 
 
 def _speed(model: Model) -> Speed:
+    """Return the FLOPs of a token and the peak of all devices; the peak is unknown for devices not in the table."""
     peak = peak_of(device_name(model.mesh.device))
     flops = flops_of(model.blueprint, {*model.trained})
     return Speed(flops, None if peak is None else peak * model.mesh.axes.world)

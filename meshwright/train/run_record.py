@@ -1,4 +1,8 @@
-"""What a run leaves beside its metrics: the config as it was read, where it ran, where each parameter lies."""
+"""The record of a run in OUT: config.toml, environment.json, layout.json.
+
+They answer questions that come up months later: which settings (defaults written out), which versions and machine, and
+how each parameter was sharded. A resumed run compares config.toml with its own config.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ import torch
 from ..axes import DENSE, Axes
 from ..checkpoint import RUN
 from ..engine import Model
-from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
+from ..plan import Figures, ParameterLine, identical_params, origin, parameter_lines, work_of
 from ..sharding import Param
 from .config import Config
 from .config_file import as_toml
 
 
 def write_record(out: Path, config: Config, model: Model) -> None:
+    """Write the three files; a resumed run overwrites them with its own."""
     out.mkdir(parents=True, exist_ok=True)
     (out / RUN).write_text(as_toml(config))
     for name, values in (("environment", _environment(model)), ("layout", _layout(config, model))):
@@ -30,27 +35,30 @@ def write_record(out: Path, config: Config, model: Model) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it; of a CPU the word alone, since nobody has its peak."""
+    """Return the device name, as the table of peaks lists it; "cpu" for any CPU, as their peaks are not listed."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def sizes_of(axes: Axes) -> dict[str, int]:
+    """Return the sizes of all axes by name."""
     return {axis: axes.size_of(axis) for axis in (*DENSE, "ep")}
 
 
 def _environment(model: Model) -> dict[str, Any]:
+    """Return versions, command, machine and device of rank 0."""
     command = shlex.join(["python", "-m", "meshwright", *sys.argv[1:]])
     where = {"machine": platform.node(), "system": platform.platform(), "cores": os.cpu_count()}
     return {**origin(command), **where, "device": device_name(model.mesh.device), "world": model.mesh.axes.world}
 
 
 def _layout(config: Config, model: Model) -> dict[str, Any]:
+    """Return the mesh, and a row for each group of parameters that differ only in their layer."""
     axes, trained = model.mesh.axes, {*model.trained}
     work = work_of(axes, config.train.length, 1)
     figures = Figures(config.model, model.blueprint, axes, work)
-    groups = zip(alike(model.blueprint), parameter_lines(figures), strict=True)
+    groups = zip(identical_params(model.blueprint), parameter_lines(figures), strict=True)
     return {
         "model": str(model.config.get("model_type")),
         "parameters": figures.num_parameters,
@@ -62,7 +70,7 @@ def _layout(config: Config, model: Model) -> dict[str, Any]:
 
 
 def _row(group: Sequence[Param], line: ParameterLine, trained: Set[str], model: Model) -> Mapping[str, Any]:
-    """Of parameters that differ only in their layer."""
+    """Describe a group of parameters that differ only in their layer: shape, dtype, sharding, bytes on a rank."""
     cuts = [line.cut.strip("-"), f"stored over {line.shards}" if line.shards.strip("-") else ""]
     return {
         "name": line.name,

@@ -1,4 +1,8 @@
-"""What the ranks measure in a step, and tell each other at its end in one collective."""
+"""Measurements of a step: each rank's own, exchanged in one all-gather at the end of the step.
+
+Times, memory, a received signal and the loss of each source are a few numbers per rank. One collective for all of them
+costs one latency, and every rank gets the same result, so all can base decisions on it.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +23,37 @@ from ..mesh import Mesh
 
 
 class BySource:
-    """The usual loss. It keeps the sum of its terms for each source of the data, and how many there were."""
+    """Cross-entropy that also accumulates the sum and number of its terms for each data source.
+
+    The sums stay on the device until the end of the step: reading them earlier would make the host wait.
+    """
 
     def __init__(self, num_sources: int) -> None:
         self.num_sources = num_sources
-        self._found: list[Tensor] = []  # [sources, 2] of each micro-batch, where the scores are
+        self._sums: list[Tensor] = []  # [sources, 2] for each micro-batch, on the device of the scores
 
     def __call__(self, scores: Scores, fields: Fields) -> Tensor:
         terms_T = losses.cross_entropy(scores, fields)
-        if torch.is_grad_enabled():  # neither evaluations nor what the engine tries with a loss
+        if torch.is_grad_enabled():  # not in evaluations, nor when the engine probes the loss
             source_T, is_target_T = fields[SOURCE], fields["labels"] != IGNORE
-            here = [is_target_T & (source_T == number) for number in range(self.num_sources)]
-            kept_T = terms_T.detach().double()
-            rows = [torch.stack([kept_T.masked_fill(~each, 0.0).sum(), each.sum().double()]) for each in here]
-            self._found.append(torch.stack(rows))
+            masks = [is_target_T & (source_T == number) for number in range(self.num_sources)]
+            values_T = terms_T.detach().double()
+            rows = [torch.stack([values_T.masked_fill(~mask_T, 0.0).sum(), mask_T.sum().double()]) for mask_T in masks]
+            self._sums.append(torch.stack(rows))
         return terms_T
 
     def take(self) -> list[float]:
-        """Of the micro-batches since it was asked last: sum and number of the first source, of the second, ..."""
-        found, self._found = self._found, []
-        return torch.stack(found).sum(0).flatten().tolist() if found else [0.0] * (2 * self.num_sources)
+        """Return and reset the sums since the last call: sum and number of the first source, then of the second, ..."""
+        sums, self._sums = self._sums, []
+        return torch.stack(sums).sum(0).flatten().tolist() if sums else [0.0] * (2 * self.num_sources)
 
 
 class Reading(NamedTuple):
-    """Of one rank. `squares`: of the lengths of its documents. `sources`: what `BySource` took."""
+    """The measurements of one rank.
+
+    `squares`: the sum of squared document lengths, to which the operations of causal attention are proportional.
+    `sources`: the sums of `BySource`.
+    """
 
     signal: int
     wait_s: float
@@ -52,7 +63,7 @@ class Reading(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of all ranks: a signal that any of them got, the longest times, the fullest memory."""
+    """The measurements of all ranks: any signal, the longest times, the highest peak of memory and its rank, sums."""
 
     signal: int
     wait_s: float
@@ -64,11 +75,15 @@ class Measured(NamedTuple):
 
 
 def gather_readings(mesh: Mesh, reading: Reading, at: str) -> Measured:
-    """Every rank calls it, and gets the same."""
-    own = (*reading[:4], float(_peak_bytes(mesh.device)), *reading.sources)
-    rows = mesh.all_or_none(None, at, RankError, [float(number) for number in own])
+    """All-gather the readings of all ranks. Collective; every rank returns the same.
+
+    Ranks that differ only in tp, cp and pp read the same documents. A sum over all ranks counts these once for each
+    such rank, so squares are scaled by `num_data_ranks / len(rows)`.
+    """
+    values = (*reading[:4], float(_peak_bytes(mesh.device)), *reading.sources)
+    rows = mesh.all_or_none(None, at, RankError, [float(value) for value in values])
     signal, wait, time, _, peak, *_ = rows.amax(0).tolist()
-    _, _, _, squares, _, *sums = rows.sum(0).tolist()  # a rank has the terms of its own tokens alone
+    _, _, _, squares, _, *sums = rows.sum(0).tolist()  # the loss term of a token is on one rank only
     return Measured(
         int(signal), wait, time, squares * mesh.num_data_ranks / len(rows), int(peak), int(rows[:, 4].argmax()),
         tuple(zip(sums[::2], sums[1::2], strict=True)),
@@ -76,13 +91,16 @@ def gather_readings(mesh: Mesh, reading: Reading, at: str) -> Measured:
 
 
 def squares_of(batches: Sequence[Batch]) -> float:
-    """Of the lengths of documents, without filler."""
+    """Return the sum of squared document lengths, without the padding at the end of a stream."""
     ends = [(batch.bounds, len(batch) - batch.num_filler) for batch in batches]
     return float(sum((b - a) ** 2 for bounds, end in ends for a, b in pairwise(bounds) if b <= end))
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of the device since the process began; of a CPU all that the process had."""
+    """Return the peak of allocated device memory; on a CPU the peak resident size of the process.
+
+    `ru_maxrss` is in bytes on macOS and in KiB on Linux.
+    """
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

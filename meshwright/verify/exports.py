@@ -1,4 +1,7 @@
-"""E2: exports after training, in every dtype and format, each read by safetensors and held against what was trained."""
+"""E2: export after training, in every dtype and format, read each with safetensors, compare with the trained weights.
+
+The weights differ from the source by then, so an export that copies bytes of the source, or an earlier state, shows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from .reference import Findings, Run, unrounded
 from .results import Finding
 from .weight_checks import scaled
 
-# Arguments of `mw.export`, or `mw.stream`, by their name in findings.
+# Arguments of `mw.export` or `mw.stream`, by their name in findings.
 _WAYS: dict[str, dict[str, Any]] = {
     "export()": {},
     **{f"export(dtype={DTYPES[name]})": {"dtype": DTYPES[name]} for name in TRAINABLE},
@@ -30,37 +33,42 @@ _WAYS: dict[str, dict[str, Any]] = {
     'export(format="fp8")': {"format": "fp8"},
     'stream(format="fp8")': {"format": "fp8"},
 }
+# FP8 as in DeepSeek-V3 (arXiv:2412.19437): E4M3 codes, and a scale for each block of 128 x 128.
 _BLOCK = (128, 128)
 _SCALES = "_scale_inv"
-_LARGEST = 448.0  # of E4M3
-_STEP = 2.0**-4  # half of the distance between two numbers of E4M3, in parts of the smaller one
-_LEAST = 2.0**-10  # half of the smallest of them
+_LARGEST = 448.0  # the largest value of E4M3
+_STEP = 2.0**-4  # half of the relative distance between two neighbouring values: E4M3 has 3 bits of mantissa
+_LEAST = 2.0**-10  # half of the smallest value, 2^-9
 
 
 def e2_exports(run: Run) -> Findings:
-    """An export after training, in every dtype and in 8 bits, holds the trained weights, rounded once."""
+    """An export after training, in every dtype and in FP8, holds the trained weights, rounded once.
+
+    All ranks export, as always, and rank 0 reads the files back. It runs only where no other oracle has failed: copies
+    that differ would fail it too.
+    """
     trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):
             made = _made(run.model, way, folder / str(number))
             if run.model.mesh.rank == 0:
                 yield from _compared(run, way, made, trained)
-    run.measured_once("E2", "keys of exports", len(ways) * len(trained))
+    run.record_once("E2", "keys of exports", len(ways) * len(trained))
 
 
 def ways_of(blueprint: Blueprint) -> list[str]:
-    """Return the ways to export: not in 8 bits where no matrix has whole blocks."""
-    return [way for way, given in _WAYS.items() if given.get("format") != "fp8" or in_blocks(blueprint)]
+    """Return the ways to export a model: not in FP8 if no matrix has whole blocks."""
+    return [way for way, options in _WAYS.items() if options.get("format") != "fp8" or in_blocks(blueprint)]
 
 
 def in_blocks(blueprint: Blueprint) -> bool:
-    """Return whether a matrix has whole blocks of 128, as 8 bits want them."""
+    """Return whether a matrix has whole blocks of 128, as FP8 needs."""
     return bool(blueprint.keymap.in_fp8(blueprint.table, blueprint.spec.fp8_left_out).scales)
 
 
 @contextmanager
 def _folder(mesh: Mesh) -> Iterator[Path]:
-    """A directory that all ranks have, which rank 0 makes and removes."""
+    """Return a directory that all ranks share. Rank 0 creates and removes it."""
     path: Path = mesh.broadcast_object(Path(tempfile.mkdtemp(prefix="meshwright-verify-")) if mesh.rank == 0 else None)
     try:
         yield path
@@ -70,7 +78,10 @@ def _folder(mesh: Mesh) -> Iterator[Path]:
 
 
 def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
-    """Return what rank 0 gets."""
+    """Export, and return the tensors that rank 0 reads back. All ranks call it.
+
+    Files are read with safetensors' own `load_file`, as any other program would.
+    """
     if way.startswith("stream"):
         return dict(stream(model, **_WAYS[way]))
     export(model, at, **_WAYS[way])
@@ -79,6 +90,7 @@ def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
 
 
 def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Compare the keys of one export with the trained weights, each rounded as this way to export should."""
     made_of, of_keys = blocks_by_key(run.model.table, run.model.keymap.choice), run.model.keymap.keys
     for key, weight in trained.items():
         if key not in files:
@@ -86,39 +98,47 @@ def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[
         elif key + _SCALES in files:
             yield from _in_8_bits(way, key, files[key], files[key + _SCALES], weight.to(run.model.dtype))
         else:
+            # Parameters that are never rounded keep the dtype of the source where it is wider.
             exact, of_source = any(param.float32 for param, _ in made_of[key]), DTYPES[of_keys[key].dtype]
             dtype = _WAYS[way].get("dtype", of_source)
             dtype = torch.promote_types(of_source, dtype) if exact else dtype
             yield from _values(way, key, files[key], weight.to(dtype), exact)
 
 
-def _values(way: str, key: str, found: Tensor, due: Tensor, exact: bool) -> Iterator[Finding]:
-    if found.dtype != due.dtype:
-        what = f"{way} wrote it in {found.dtype}, not in {due.dtype}"
+def _values(way: str, key: str, actual: Tensor, expected: Tensor, exact: bool) -> Iterator[Finding]:
+    """Compare a tensor bit for bit. `exact`: it must never be rounded."""
+    if actual.dtype != expected.dtype:
+        what = f"{way} wrote it in {actual.dtype}, not in {expected.dtype}"
         yield Finding("E2", key, what, "a parameter that is never rounded is rounded" if exact else "")
-    elif not torch.equal(found, due):
-        what = f"{int((found != due).sum())} of {due.numel()} elements of {way} are not those that were trained"
+    elif not torch.equal(actual, expected):
+        what = (
+            f"{int((actual != expected).sum())} of {expected.numel()} elements of {way} are not those that were trained"
+        )
         yield Finding("E2", key, what, "an earlier copy is exported, or it is rounded twice")
 
 
 def _in_8_bits(way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor) -> Iterator[Finding]:
-    """Each value is the nearest that its scale has, and the largest of a block takes the largest code."""
+    """Check that each code is the nearest to its weight, and that the largest weight of a block has the largest code.
+
+    The second check catches scales that are too large, with which every code may be the nearest and still waste bits.
+    """
     size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
     step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
     off = (values - weight.double()).abs()
+    # Above the subnormal numbers the distance between codes grows with the value, below it is constant.
     wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST))
     if wrong.any():
-        what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to 8 bits"
+        what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to FP8"
         yield Finding("E2", key, what, "codes or scales of other blocks")
-    largest = _of_blocks(size / step)
-    unlike = ~((largest / _LARGEST - 1).abs() <= 0.01) & (_of_blocks(size) > 0)
+    largest = _block_max(size / step)
+    unlike = ~((largest / _LARGEST - 1).abs() <= 0.01) & (_block_max(size) > 0)
     if unlike.any():
         what = f"{int(unlike.sum())} of {largest.numel()} scales of {way} are not those of the largest value of a block"
         yield Finding("E2", key, what, "a scale of another block, or of some of its rows")
 
 
-def _of_blocks(of_elements: Tensor) -> Tensor:
-    """Return the largest of each block."""
+def _block_max(of_elements: Tensor) -> Tensor:
+    """Return the largest element of each block. Blocks at the edges are padded with zeros."""
     rows, columns = _BLOCK
     short = [-size % whole for size, whole in zip(of_elements.shape[-2:], _BLOCK, strict=True)]
     return (

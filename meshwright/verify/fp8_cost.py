@@ -1,4 +1,8 @@
-"""P1: what products in 8 bits cost a model: its loss, its words and its gradients, beside those of bfloat16."""
+"""P1: measure what FP8 matmuls cost a model in loss, predictions and gradients, relative to bfloat16.
+
+FP8 changes the numbers by design, so no bound on single values applies. What training needs is that gradients keep
+their direction.
+"""
 
 from __future__ import annotations
 
@@ -14,45 +18,52 @@ from ..mesh import Mesh
 from .reference import Trial
 from .results import Finding, Margin, Notes
 
-_ALARM = 0.9  # of the cosine of all gradients: where some tokens go to other experts, 0.985 is usual
+_ALARM = 0.9  # the least cosine of all gradients; where some tokens go to other experts, 0.985 is usual
 
 
 @dataclass(frozen=True)
 class StepValues:
+    """The results of one forward and backward."""
+
     loss: float
-    words: Sequence[Tensor]  # log-probabilities of all words, by batch; none of a value head
+    words: Sequence[Tensor]  # log-probabilities of the whole vocabulary, by batch; empty with a value head
     grads: dict[str, Tensor]
 
 
-def price(wide: Trial, low: Trial) -> tuple[Notes, list[str]]:
-    """Call it in a process of its own, with the same trial in bfloat16 without and with products in 8 bits."""
+def measure_fp8_cost(wide: Trial, low: Trial) -> tuple[Notes, list[str]]:
+    """Run the same trial in bfloat16 without and with FP8 matmuls, and compare. -> notes, and lines for the report
+
+    Call it in a separate process: it loads the real weights twice.
+    """
     notes, batches = Notes(), wide.data(0, 0)
-    before, after = (_said(trial.engine(Mesh(device="cpu")), batches) for trial in (wide, low))
+    before, after = (_step_values(trial.engine(Mesh(device="cpu")), batches) for trial in (wide, low))
     cosines = {name: _cosine([before.grads[name]], [after.grads[name]]) for name in before.grads}
-    notes.found("P1", p1_price(before, after, notes))
+    notes.add_findings("P1", p1_cost(before, after, notes))
     worst = min(cosines, key=lambda name: cosines[name])
-    told = [
-        f"loss {before.loss:.5f} in bfloat16, {after.loss:.5f} in 8 bits ({after.loss / before.loss - 1:+.2%})",
+    lines = [
+        f"loss {before.loss:.5f} in bfloat16, {after.loss:.5f} in FP8 ({after.loss / before.loss - 1:+.2%})",
         f"cosine of gradients {_cosine([*before.grads.values()], [*after.grads.values()]):.5f}; the least is "
         f"{cosines[worst]:.5f}, of {worst}",
     ]
     if before.words:
-        told.insert(1, f"{_divergence(before, after, batches):.2e} nats of KL divergence a token")
-    return notes, [f"{each}, on random words" for each in told]
+        lines.insert(1, f"{_divergence(before, after, batches):.2e} nats of KL divergence per token")
+    return notes, [f"{each}, on random words" for each in lines]
 
 
-def p1_price(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Finding]:
-    """Gradients of products in 8 bits point where those of bfloat16 do."""
+def p1_cost(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Finding]:
+    """Gradients with FP8 matmuls point in the direction of those in bfloat16."""
     lost = 1 - _cosine([*before.grads.values()], [*after.grads.values()])
-    notes.measured(
-        Margin("P1", "gradients, as one, beside those of bfloat16: 1 - cosine", len(before.grads), lost, 1 - _ALARM)
+    notes.add_margin(
+        Margin(
+            "P1", "gradients, as one vector, compared with bfloat16: 1 - cosine", len(before.grads), lost, 1 - _ALARM
+        )
     )
     if not lost <= 1 - _ALARM:
         guess = "leave layers out with fp8_skip=, the first and the last ones first"
         yield Finding("P1", "all gradients", f"their cosine with those of bfloat16 is {1 - lost:.4f}", guess)
 
 
-def _said(engine: Engine, batches: Sequence[Batch]) -> StepValues:
+def _step_values(engine: Engine, batches: Sequence[Batch]) -> StepValues:
     words = (
         [] if "values" in engine.model.blueprint.scores else [logits(engine.model, b).log_softmax(-1) for b in batches]
     )
@@ -61,6 +72,7 @@ def _said(engine: Engine, batches: Sequence[Batch]) -> StepValues:
 
 
 def _divergence(before: StepValues, after: StepValues, batches: Sequence[Batch]) -> float:
+    """Return the mean KL divergence of the predictions in FP8 from those in bfloat16, over tokens with a label."""
     of_batches = []
     for p, q, batch in zip(before.words, after.words, batches, strict=True):
         of_batches.append((p.exp() * (p - q)).sum(-1)[batch.labels != IGNORE])
@@ -68,6 +80,7 @@ def _divergence(before: StepValues, after: StepValues, batches: Sequence[Batch])
 
 
 def _cosine(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Return the cosine of two lists of tensors, each taken as one vector."""
     pairs = [(x.double().flatten(), y.double().flatten()) for x, y in zip(a, b, strict=True)]
     both, of_a, of_b = (
         sum(float(t) for t in each) for each in zip(*((x @ y, x @ x, y @ y) for x, y in pairs), strict=True)

@@ -1,6 +1,9 @@
-"""Products in 8 bits, each held against its definition, on one process and on every rank.
+"""Q1: compare each FP8 matmul with its definition, on one process and on every rank.
 
-All run the same code, so what it does wrong everywhere would not show between them.
+One process and the ranks run the same code, so a mistake in the matmul itself would not show between them. The
+definition divides each block of an operand by its scale, rounds to E4M3 by a table of all values, multiplies by the
+scale again, and multiplies the matrices in float64. Blocks are those of DeepSeek-V3 (arXiv:2412.19437): 1 x 128 for
+activations, 128 x 128 for weights.
 """
 
 from __future__ import annotations
@@ -23,17 +26,19 @@ from ..ops.matmul import _Linears
 from ..ops.norms import upcast
 from .results import Finding, Margin, Notes
 
-# Of a norm. A result in bfloat16 is rounded once, which costs 1.6e-3; 8 bits cost ten times as much.
+# Relative to the norm of a result. A result in bfloat16 is rounded once, which costs 1.6e-3; FP8 costs ten times that.
 _ALLOWED = {torch.float64: 1e-9, torch.bfloat16: 4e-3}
-_ALIKE = {torch.float64: 1e-6, torch.bfloat16: 4e-3}  # to a product with a known mistake
+_MATCHES = {torch.float64: 1e-6, torch.bfloat16: 4e-3}  # the distance to a matmul with a known mistake
+# All magnitudes of E4M3: subnormal numbers below 2^-6, then 8 per power of two. The last code is NaN, so 448 is the
+# largest value.
 _SIZES = [k / 8 * 2.0**-6 for k in range(8)] + [(1 + k / 8) * 2.0**e for e in range(-6, 9) for k in range(8)][:-1]
-_VALUES = torch.tensor(_SIZES, dtype=torch.float64, device="cpu")  # of E4M3, without their sign
+_VALUES = torch.tensor(_SIZES, dtype=torch.float64, device="cpu")
 
 Rounding = Callable[[Tensor], Tensor]
 
 
 def nearest(quotients: Tensor) -> Tensor:
-    """The E4M3 value nearest to each; of two that are equally near, the even one."""
+    """Round each element to the nearest E4M3 value, and a tie to the even code (IEEE 754's default)."""
     size = quotients.float().double().abs().clamp(max=_SIZES[-1])
     above = torch.searchsorted(_VALUES, size).clamp(max=len(_SIZES) - 1)
     below = (above - 1).clamp(min=0)
@@ -43,7 +48,7 @@ def nearest(quotients: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, block: tuple[int, int], *, multiplied: bool = False) -> Tensor:
-    """What 8 bits keep of a matrix in blocks of so many rows and columns."""
+    """Quantise a matrix to FP8 with a scale per block, and dequantise it. `multiplied`: with a known mistake."""
     (rows, columns), (height, width) = x.shape, block
     scales = x.abs().view(rows // height, height, columns // width, width).amax((1, 3)) / _SIZES[-1]
     scales = scales.where(scales > 0, 1.0).repeat_interleave(height, 0).repeat_interleave(width, 1)
@@ -51,113 +56,136 @@ def rounded(x: Tensor, block: tuple[int, int], *, multiplied: bool = False) -> T
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A scale for each 128 features of a token."""
+    """Round activations: a scale for each 128 features of a token."""
     return rounded(x, (1, 128))
 
 
 def _columns(x: Tensor) -> Tensor:
-    """Along the wrong side: blocks of 128 tokens, each of one feature."""
+    """Round with a known mistake: blocks of 128 tokens of one feature."""
     short = -len(x) % 128
     return rounded(torch.nn.functional.pad(x, (0, 0, 0, short)), (128, 1))[: len(x)]
 
 
 def _plain(x: Tensor) -> Tensor:
+    """Widen without rounding."""
     return x.double()
 
 
 def _matrix(weight: Tensor) -> Tensor:
+    """Round a weight: a scale for each block of 128 x 128."""
     return rounded(weight, (128, 128))
 
 
 def _shard(weight: Tensor) -> Tensor:
+    """Round with a known mistake: each of two shards of a block has a scale."""
     return rounded(weight, (64, 128))
 
 
 def _multiplied(weight: Tensor) -> Tensor:
+    """Round with a known mistake: the scale multiplies before rounding, where it should divide."""
     return rounded(weight, (128, 128), multiplied=True)
 
 
+# Known mistakes: the guess, and how each would round the two operands. `{}` stands for the operand.
 _MISTAKES: tuple[tuple[str, Rounding, Rounding], ...] = (
     ("nothing is rounded", _plain, _plain),
     ("the weight is not rounded", _rows, _plain),
     ("{} is not rounded", _plain, _matrix),
     ("{} is rounded along the wrong side", _columns, _matrix),
     ("scales multiply where they divide", _rows, _multiplied),
-    ("half a block has a scale of its own, as of a shard", _rows, _shard),
+    ("half a block has a separate scale, as of a shard", _rows, _shard),
 )
 
-
+# The gradient of a weight is a matmul in the compute dtype: rounding it is the mistake.
 _OF_WEIGHT = (("its operands are rounded, and should not be", _rows, _rows),)
 
 
 @dataclass
-class Product:
-    """One that was made in 8 bits: its operands, and the gradients that came and went."""
+class Fp8Matmul:
+    """One FP8 matmul: its operands, its result, and the gradients of a backward pass.
 
-    name: str  # of the parameter; of several that are joined, of the first
+    `name`: of the parameter; the first, where several are joined. `y`: without the bias. `gradients`: those of "y", "x"
+    and "weight", as far as they exist.
+    """
+
+    name: str
     x: Tensor
     weight: Tensor
-    y: Tensor  # without a bias
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of "y", "x" and "weight", where they came
+    y: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
-    """Products in 8 bits are those that were asked for, and are what their definition says, back and forth."""
-    asked = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
-    with watch_fp8(engine.model) as seen:
+def q1_matmuls(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
+    """The FP8 matmuls are those that `fp8=` selects, and equal their definition, forward and backward.
+
+    If a result is off, the matmul is computed once more with each known mistake. One that gives just that result is
+    named as the likely cause.
+    """
+    selected = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
+    with watch_fp8(engine.model) as watch:
         engine.backward(batches)
         engine.discard()
-    for name in sorted(seen.names - asked):
+    for name in sorted(watch.names - selected):
         yield Finding(
-            "Q1", name, "its product is in 8 bits, which was not asked for", "a product takes no notice of fp8="
+            "Q1", name, "its matmul is in FP8, but fp8= does not select it", "a matmul takes no notice of fp8="
         )
-    for name in sorted(asked - seen.names):
-        yield Finding("Q1", name, "its product is not in 8 bits, as was asked for", "a product takes no notice of fp8=")
-    yield from (_of_scales(name, *each) for name, each in seen.scales.items() if not torch.equal(*each))
+    for name in sorted(selected - watch.names):
+        yield Finding("Q1", name, "its matmul is not in FP8, but fp8= selects it", "a matmul takes no notice of fp8=")
+    yield from (_of_scales(name, *each) for name, each in watch.scales.items() if not torch.equal(*each))
     worst, where, num, dtype = 0.0, "", 0, engine.model.dtype
-    for product in seen.products():
-        for what, found, due, with_mistake in _compared(product):
-            num, error = num + 1, _off(found, due)
-            worst, where = max((worst, where), (error, f"{what} of {product.name}"))
+    for matmul in watch.matmuls():
+        for what, actual, expected, with_mistake in _compared(matmul):
+            num, error = num + 1, _off(actual, expected)
+            worst, where = max((worst, where), (error, f"{what} of {matmul.name}"))
             if not error <= _ALLOWED[dtype]:
                 known = _OF_WEIGHT if what == "dW" else _MISTAKES
-                alike = (text for text, q1, q2 in known if _off(found, with_mistake(q1, q2)) < _ALIKE[dtype])
-                guess = next(alike, "").format("x" if what == "y" else "dy")
-                yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", guess)
-    notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED[dtype], where))
+                matches = (text for text, q1, q2 in known if _off(actual, with_mistake(q1, q2)) < _MATCHES[dtype])
+                guess = next(matches, "").format("x" if what == "y" else "dy")
+                yield Finding("Q1", matmul.name, f"{what} is off by {error:.1e} of its norm", guess)
+    notes.add_margin(Margin("Q1", "FP8 matmuls and their gradients", num, worst, _ALLOWED[dtype], where))
 
 
-def _of_scales(name: str, found: Tensor, due: Tensor) -> Finding:
-    """Of some rows of a block the largest value is at most that of all; of none of its rows the scale is 1."""
-    of_some = bool(((found <= due) | (found == 1)).all())
-    detail = f"{int((found != due).sum())} of {due.numel()} scales are not those of the values that ranks store"
+def _of_scales(name: str, actual: Tensor, expected: Tensor) -> Finding:
+    """Return the finding for wrong scales. A shard with some rows of a block takes a scale that is too small, since its
+    largest value is at most that of all rows, or 1 where it has no rows."""
+    of_some = bool(((actual <= expected) | (actual == 1)).all())
+    detail = (
+        f"{int((actual != expected).sum())} of {expected.numel()} scales are not those of the values that ranks store"
+    )
     return Finding("Q1", name, detail, "a block has the scale of some of its rows, as of a shard" if of_some else "")
 
 
-def _off(found: Tensor, due: Tensor) -> float:
-    return float((found - due).norm() / (due.norm() or 1.0))
+def _off(actual: Tensor, expected: Tensor) -> float:
+    """Return the distance of two results, relative to the norm of the expected one."""
+    return float((actual - expected).norm() / (expected.norm() or 1.0))
 
 
-def _compared(product: Product) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
-    """What it is, what was found, what is due, and what it would be of operands that are rounded in another way."""
-    x, weight, given = _wide(product.x), _wide(product.weight), product.gradients
-    yield "y", product.y.cpu(), _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
-    if "y" not in given:
+def _compared(matmul: Fp8Matmul) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
+    """Yield each result of a matmul: its name, what ran, its definition, and the result for operands rounded by two
+    other functions.
+
+    y = x W^T and dx = dy W take rounded operands. dW = dy^T x takes them unrounded.
+    """
+    x, weight, grads = _wide(matmul.x), _wide(matmul.weight), matmul.gradients
+    yield "y", matmul.y.cpu(), _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
+    if "y" not in grads:
         return
-    d = _wide(given["y"])
-    if "x" in given:
-        yield "dx", given["x"].cpu(), _rows(d) @ _matrix(weight), lambda q1, q2: q1(d) @ q2(weight)
-    if "weight" in given:
-        yield "dW", given["weight"].cpu(), _plain(d).mT @ _plain(x), lambda q1, _: q1(d).mT @ q1(x)
+    d = _wide(grads["y"])
+    if "x" in grads:
+        yield "dx", grads["x"].cpu(), _rows(d) @ _matrix(weight), lambda q1, q2: q1(d) @ q2(weight)
+    if "weight" in grads:
+        yield "dW", grads["weight"].cpu(), _plain(d).mT @ _plain(x), lambda q1, _: q1(d).mT @ q1(x)
 
 
 def _wide(operand: Tensor) -> Tensor:
-    """Its scales are computed in at least float32."""
+    """Widen an operand: scales are computed in at least float32."""
     return upcast(operand).cpu()
 
 
 @dataclass
 class _Call:
+    """A call of a matmul op: of several joined weights, or of the experts of a rank."""
+
     names: Sequence[str]
     x: Tensor
     weights: Sequence[Tensor]
@@ -167,14 +195,15 @@ class _Call:
     gradients: dict[object, Tensor] = field(default_factory=dict)  # of "y", "x" and the weights by their number
 
     def watch(self, name: object, tensor: Tensor) -> Tensor:
-        """The same, where its gradient of this product alone is kept."""
+        """Return a view of a tensor whose gradient, that of this matmul alone, is stored."""
         if not tensor.requires_grad:
             return tensor
-        seen = tensor.view_as(tensor)
-        seen.register_hook(lambda grad: self.gradients.__setitem__(name, grad.clone()))
-        return seen
+        view = tensor.view_as(tensor)
+        view.register_hook(lambda grad: self.gradients.__setitem__(name, grad.clone()))
+        return view
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Fp8Matmul]:
+        """Yield the matmuls of the call: one for joined weights, and one for each expert with rows."""
         x, y, grads = self.x.flatten(0, -2), self.y.flatten(0, -2), dict(self.gradients)
         y = y.double() if self.bias is None else y.double() - self.bias
         for name in {"x", "y"} & grads.keys():
@@ -182,15 +211,17 @@ class _Call:
         if self.counts is None:
             weights = [grads.get(i, torch.zeros_like(w)) for i, w in enumerate(self.weights)]
             whole = {"weight": torch.cat(weights)} if grads.keys() - {"x", "y"} else {}
-            yield Product(self.names[0], x, torch.cat([*self.weights]), y, {**_named(grads), **whole})
+            yield Fp8Matmul(self.names[0], x, torch.cat([*self.weights]), y, {**_named(grads), **whole})
             return
         end = 0
         for expert, count in enumerate(self.counts):
             rows, end = slice(end, end + count), end + count
-            mine = {name: grad[rows] for name, grad in _named(grads).items()}
-            mine |= {"weight": grads[0][expert]} if 0 in grads else {}
+            of_expert = {name: grad[rows] for name, grad in _named(grads).items()}
+            of_expert |= {"weight": grads[0][expert]} if 0 in grads else {}
             if count:
-                yield Product(f"{self.names[0]} of expert {expert}", x[rows], self.weights[0][expert], y[rows], mine)
+                yield Fp8Matmul(
+                    f"{self.names[0]} of expert {expert}", x[rows], self.weights[0][expert], y[rows], of_expert
+                )
 
 
 def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
@@ -198,33 +229,41 @@ def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
 
 
 class Fp8Watch:
-    """What was made in 8 bits while it was watched."""
+    """The FP8 matmuls that ran while it watched a model.
+
+    FSDP frees a gathered weight after use, and may gather it as FP8 codes alone. So operands are copied when a matmul
+    runs, as the values that they had before rounding.
+    """
 
     def __init__(self, model: Model) -> None:
         self._parts = model.parts
         self._calls: list[_Call] = []
         parameters = {name: p for part in model.parts for name, p in part.named_parameters()}
         stored = {n: p for n, p in parameters.items() if n in model.low.names and isinstance(p, DTensor)}
-        self.scales: dict[str, tuple[Tensor, Tensor]] = {}  # of what is gathered as numbers: as they came, and are due
-        # Numbers come without their values. All ranks fetch these in the same order.
+        # of parameters that FSDP gathers as FP8: the scales that arrived, and the scales of the stored values
+        self.scales: dict[str, tuple[Tensor, Tensor]] = {}
+        # Codes arrive without the values they were rounded from, so gather these. All ranks do, in the same order.
         self._values = {name: p.full_tensor().detach().to(model.dtype) for name, p in stored.items()}
 
     @property
     def names(self) -> set[str]:
         return {name for call in self._calls for name in call.names}
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Fp8Matmul]:
         for call in self._calls:
-            yield from call.products()
+            yield from call.matmuls()
 
     def linears(self, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Tensor) -> Tensor:
+        """Run the op for one or several joined weights, and note it if it is in FP8."""
         if not fp8:
             return _LINEARS(x, bias, fp8, *weights)
         call = self._call(x, weights, bias, None)
-        given = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
-        return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *given))
+        # A weight gradient that is deferred (zero bubble) needs the parameter itself, not a view of it.
+        watched = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
+        return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *watched))
 
     def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: bool) -> Tensor:
+        """Run the op for the experts of a rank, and note it if it is in FP8."""
         if not fp8:
             return _EXPERTS(x, weight, counts, fp8)
         call = self._call(x, [weight], None, counts)
@@ -233,37 +272,39 @@ class Fp8Watch:
         )
 
     def _name(self, weight: Tensor) -> str:
-        """Of the parameter that it is, or is a copy of the rows of."""
+        """Return the parameter whose memory a weight shares, or of whose rows it is a copy."""
         held = {name: p for part in self._parts for name, p in part.named_parameters() if not isinstance(p, DTensor)}
         home = _codes(weight).untyped_storage().data_ptr()
-        alike = (name for name, p in held.items() if _codes(p).untyped_storage().data_ptr() == home)
+        shared = (name for name, p in held.items() if _codes(p).untyped_storage().data_ptr() == home)
         plain = ((n, p) for n, p in held.items() if not isinstance(p, Quantised) and p.shape[1:] == weight.shape[1:])
         copies = (name for name, p in plain if torch.equal(p, weight[: len(p)]))
-        return next(alike, "") or next(copies, "something else")
+        return next(shared, "") or next(copies, "something else")
 
     def _values_of(self, name: str, weight: Tensor) -> Tensor:
-        """Before they were rounded to 8 bits. Of numbers that FSDP has gathered, those that ranks store."""
+        """Return the values of a weight before rounding: where FSDP has gathered codes, those that ranks store."""
         if not isinstance(weight, Quantised):
             return weight.detach().clone()  # FSDP frees what it has gathered
         first = weight.codes.storage_offset() // weight.shape[-1]
         values = self._values[name][first : first + weight.shape[:-1].numel()]
-        found = weight.scales.reshape(-1, weight.scales.shape[-1])
-        self.scales.setdefault(name, (found.clone(), scales_of(block_amax(values, 0).to(found.dtype))))
+        arrived = weight.scales.reshape(-1, weight.scales.shape[-1])
+        self.scales.setdefault(name, (arrived.clone(), scales_of(block_amax(values, 0).to(arrived.dtype))))
         return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
+        """Note a call before it runs."""
         names = [self._name(weight) for weight in weights]
-        kept = [self._values_of(name, weight).to(x.dtype) for name, weight in zip(names, weights, strict=True)]
-        self._calls.append(_Call(names, x.detach(), kept, None if bias is None else bias.detach(), counts))
+        values = [self._values_of(name, weight).to(x.dtype) for name, weight in zip(names, weights, strict=True)]
+        self._calls.append(_Call(names, x.detach(), values, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
 
     def _made(self, call: _Call, y: Tensor) -> Tensor:
+        """Note the result of a call, and return it such that its gradient is noted too."""
         call.y = y.detach()
         return call.watch("y", y)
 
 
 def _codes(weight: Tensor) -> Tensor:
-    """Memory that it shares with its parameter."""
+    """Return the memory that a weight shares with its parameter."""
     return weight.codes if isinstance(weight, Quantised) else weight
 
 
@@ -272,10 +313,10 @@ _LINEARS, _EXPERTS = _Linears.apply, _LoopedLinear.apply
 
 @contextmanager
 def watch_fp8(model: Model) -> Iterator[Fp8Watch]:
-    """The products of a model."""
-    seen = Fp8Watch(model)
-    _Linears.apply, _LoopedLinear.apply = seen.linears, seen.experts  # type: ignore[method-assign]
+    """Watch the FP8 matmuls of a model, by replacing the ops that run them."""
+    watch = Fp8Watch(model)
+    _Linears.apply, _LoopedLinear.apply = watch.linears, watch.experts  # type: ignore[method-assign]
     try:
-        yield seen
+        yield watch
     finally:
         _Linears.apply, _LoopedLinear.apply = _LINEARS, _EXPERTS  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
 """Independent implementations of labels, the mean loss, the optimizer and the choice of experts.
 
-A mesh is compared with one process of the same code, which cannot see a mistake that both make. So the process itself
-is held against these few lines.
+A mesh is compared with one process that runs the same code, so a mistake that both make would not show. These checks
+compare that process with a few plain lines that use neither `pack` nor the engine. They also cover what
+transformers does not define: how micro-batches make up a step, and how it updates.
 """
 
 from __future__ import annotations
@@ -18,33 +19,40 @@ from ..engine import Engine, Model
 from ..optim import Optimizer
 from ..weights import chosen
 from .diagnose.forward import scores_of, watched_routers
-from .fp8_matmuls import q1_products
+from .fp8_matmuls import q1_matmuls
 from .results import Finding, Margin, Notes
 
 if TYPE_CHECKING:
-    from .reference import StepOf, Trial
+    from .reference import ReferenceStep, Trial
 
-UPDATE = 1e-6  # of the lr: what rounding in float64 may do to an update
+UPDATE = 1e-6  # of the lr: the error that rounding in float64 may cause in an update
 
 
 def notes_of(
-    trial: Trial, engine: Engine, before: Mapping[str, Tensor], steps: Sequence[StepOf],
+    trial: Trial, engine: Engine, before: Mapping[str, Tensor], steps: Sequence[ReferenceStep],
     sums: Sequence[Sequence[tuple[float, float]]], aux: float,
 ) -> Notes:  # fmt: skip
-    """What is wrong with one process already, and how right it is. `before`: its weights before the first step."""
+    """Run all checks of one process, and return their findings and margins.
+
+    `before`: its weights before the first step. `sums`: sums of loss terms and of weights, by data rank and batch.
+    `aux`: the router's part of the first loss.
+    """
     notes = Notes()
     notes.findings += [*_labels(trial, notes), *_mean(steps[0].loss, sums, aux, trial, notes)]
     notes.findings += [*_first_aux(trial, engine, aux, notes), *_loads(trial, engine, steps, notes)]
     notes.findings += _rounded(engine, steps[0].grads)
-    if trial.asks_products:
-        notes.found("Q1", q1_products(engine, trial.data(0, 0)[:1], notes))
-    if trial.adds_up:
-        notes.found("O1", o1_updates(engine, before, steps, notes))
+    if trial.checks_fp8_matmuls:
+        notes.add_findings("Q1", q1_matmuls(engine, trial.data(0, 0)[:1], notes))
+    if trial.checks_updates:
+        notes.add_findings("O1", o1_updates(engine, before, steps, notes))
     return notes
 
 
 def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Gradients are handed out as wide as they are summed."""
+    """Check that gradients are handed out in the dtype in which they are summed.
+
+    Rounded to the dtype of the files, a wrong gradient could agree with the right one.
+    """
     wide = {tensor.dtype for tensor in engine.model.stored().values()}
     for key, grad in grads.items():
         if grad.dtype not in wide:
@@ -53,150 +61,173 @@ def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 def _labels(trial: Trial, notes: Notes) -> Iterator[Finding]:
+    """Check `pack`: the label of a token is the next one of its document, and padding has none."""
     num = 0
+    # One finding is enough: if `pack` is wrong, it is wrong everywhere.
     for step in range(trial.steps):
         for rank in range(trial.axes.num_data_ranks):
             both = zip(trial.data(rank, step), trial.data.labels(rank, step), strict=True)
-            for number, (batch, due_T) in enumerate(both):
-                found_T, num = batch.labels[: len(due_T)], num + len(due_T)
-                off = (found_T != due_T).nonzero().flatten().tolist()
-                if off or (batch.labels[len(due_T) :] != IGNORE).any():
-                    at = off[0] if off else len(due_T)
-                    what = f"of token {at} of batch {number} it is {batch.labels[at].item()}"
-                    due = due_T[at].item() if off else IGNORE
+            for number, (batch, expected_T) in enumerate(both):
+                labels_T, num = batch.labels[: len(expected_T)], num + len(expected_T)
+                off = (labels_T != expected_T).nonzero().flatten().tolist()
+                if off or (batch.labels[len(expected_T) :] != IGNORE).any():
+                    at = off[0] if off else len(expected_T)
+                    what = f"token {at} of batch {number} has the label {batch.labels[at].item()}"
+                    expected = expected_T[at].item() if off else IGNORE
                     yield Finding(
-                        "D1", "labels", f"{what}, the documents say {due}", "a token predicts beyond its document"
+                        "D1", "labels", f"{what}, the documents say {expected}", "a token predicts beyond its document"
                     )
                     return
-    notes.measured(Margin("D1", "labels", num))
+    notes.add_margin(Margin("D1", "labels", num))
 
 
 def _mean(
     loss: float, sums: Sequence[Sequence[tuple[float, float]]], aux: float, trial: Trial, notes: Notes
 ) -> Iterator[Finding]:
-    """The loss is the sum of weighted terms by the sum of weights, of what the model itself says of each token."""
+    """Check that the loss is the sum of weighted terms divided by the sum of weights, from the model's own scores.
+
+    Over the whole step: a mean of the means of micro-batches weighs tokens of short ones more (torchtitan#2206).
+    """
     terms, weight = (sum(each) for each in zip(*(batch for of_rank in sums for batch in of_rank), strict=True))
-    due, allowed = terms / weight + aux, trial.tolerance.loss
-    error = abs(loss - due) / abs(due)
+    expected, allowed = terms / weight + aux, trial.tolerance.loss
+    error = abs(loss - expected) / abs(expected)
     if not error <= allowed:
-        what = f"one process finds {loss!r}, the mean of its own terms is {due!r}"
+        what = f"one process has {loss!r}, the mean of its own terms is {expected!r}"
         yield Finding("S1", "loss of one process", what, "weights or targets are counted wrongly, on a mesh too")
-    notes.measured(Margin("S1", "loss of one process beside a plain mean", 1, error, allowed))
+    notes.add_margin(Margin("S1", "loss of one process compared with a plain mean", 1, error, allowed))
 
 
 def _first_aux(trial: Trial, engine: Engine, aux: float, notes: Notes) -> Iterator[Finding]:
-    """With router_aux="previous" the first step takes even shares k / E, so its aux loss is the coefficient times k,
-    whatever the weights: the mean over layers and tokens of E * sum(k / E * probability)."""
+    """Check the router's aux loss (arXiv:2101.03961) in the one case with a closed form.
+
+    With router_aux="previous" the first step assumes that experts get even shares k / E. Its aux loss is the mean over
+    layers and tokens of E * sum(k / E * probability), times the coefficient. Probabilities sum to 1, so this is the
+    coefficient times k, whatever the weights.
+    """
     balance, allowed = engine.router.balance, trial.tolerance.loss
-    due = balance.coefficient * balance.top_k
-    if trial.router_aux != "previous" or not balance.num_layers or not due:
+    expected = balance.coefficient * balance.top_k
+    if trial.router_aux != "previous" or not balance.num_layers or not expected:
         return
-    error = abs(aux - due) / due
+    error = abs(aux - expected) / expected
     if not error <= allowed:
-        what = f"one process finds {aux!r} in the first step, {balance.coefficient} * {balance.top_k} is due"
+        what = f"one process has {aux!r} in the first step, expected {balance.coefficient} * {balance.top_k}"
         yield Finding("S1", "aux loss of one process", what, "it is not averaged over layers and tokens")
-    notes.measured(Margin("S1", "aux loss of even shares", 1, error, allowed))
+    notes.add_margin(Margin("S1", "aux loss of even shares", 1, error, allowed))
 
 
-def _loads(trial: Trial, engine: Engine, steps: Sequence[StepOf], notes: Notes) -> Iterator[Finding]:
+def _loads(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: Notes) -> Iterator[Finding]:
+    """Check that every token, but no padding, chooses top_k experts in each layer."""
     balance = engine.router.balance
     if not balance.num_layers:
         return
     for number, step in enumerate(steps):
         ranks = range(trial.axes.num_data_ranks)
         num_tokens = sum(bounds[-1] for rank in ranks for bounds in trial.data.bounds(rank, number))
-        due = balance.top_k * num_tokens
-        if any(load != due for load in step.loads.sum(1).tolist()):
+        expected = balance.top_k * num_tokens
+        if any(load != expected for load in step.loads.sum(1).tolist()):
             what = f"one process counts {step.loads.sum(1).tolist()} choices by layer in step {number}"
-            yield Finding("N1", "load of experts", f"{what}; {num_tokens} tokens choose {balance.top_k}, {due} in all")
-    notes.measured(Margin("N1", "layers whose experts get top_k x tokens", balance.num_layers * len(steps)))
+            yield Finding(
+                "N1", "load of experts", f"{what}; {num_tokens} tokens choose {balance.top_k}, {expected} in all"
+            )
+    notes.add_margin(Margin("N1", "layers whose experts get top_k x tokens", balance.num_layers * len(steps)))
     yield from _routing(engine.model, trial, notes)
 
 
 def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:
-    """Experts and weights are those of the router's own numbers, in float64. Ties may fall either way."""
-    with watched_routers(model) as seen:
+    """Check the chosen experts and their weights against the router's own logits, in float64. Ties may fall either
+    way, so the probabilities of the chosen experts are compared, not their indices."""
+    with watched_routers(model) as routed:
         scores_of(model, trial.data(0, 0)[0])
     allowed, worst, where, num = (1e-10 if trial.dtype == torch.float64 else 1e-5), 0.0, "", 0
-    for layer, (weight_Tk, logits_TE, expert_Tk) in seen.items():
+    for layer, (weight_Tk, logits_TE, expert_Tk) in routed.items():
         all_TE = logits_TE.double().softmax(-1)
-        due_Tk, found_Tk = all_TE.topk(expert_Tk.shape[1], -1).values, all_TE.gather(1, expert_Tk)
-        shared_Tk = (found_Tk / found_Tk.sum(-1, keepdim=True), found_Tk)  # renormalised or not: the family says it
-        off = min((weight_Tk.double() - each).abs().max().item() for each in shared_Tk)
-        off = max(off, (found_Tk.sort(descending=True).values - due_Tk).abs().max().item())
+        best_Tk, chosen_Tk = all_TE.topk(expert_Tk.shape[1], -1).values, all_TE.gather(1, expert_Tk)
+        weights_Tk = (chosen_Tk / chosen_Tk.sum(-1, keepdim=True), chosen_Tk)  # families renormalise or do not
+        off = min((weight_Tk.double() - each).abs().max().item() for each in weights_Tk)
+        off = max(off, (chosen_Tk.sort(descending=True).values - best_Tk).abs().max().item())
         num += len(expert_Tk)
         if off > worst:
             worst, where = off, f"layer {layer} of experts"
         if not off <= allowed:
             what = f"experts or weights of layer {layer} of experts are off by {off:.1e} from its own logits"
             yield Finding("N1", "router", what, "its softmax is rounded, or other experts are taken than the largest")
-    notes.measured(Margin("N1", "choices of experts", num, worst, allowed, where))
+    notes.add_margin(Margin("N1", "choices of experts", num, worst, allowed, where))
 
 
 @dataclass
 class _Parameter:
-    """A whole parameter in float64, and its optimizer state."""
+    """A whole parameter in float64, and its optimizer state, as the textbook formula leaves them."""
 
     weight: Tensor
     state: tuple[Tensor, ...]
 
 
 def o1_updates(
-    engine: Engine, before: Mapping[str, Tensor], steps: Sequence[StepOf], notes: Notes
+    engine: Engine, before: Mapping[str, Tensor], steps: Sequence[ReferenceStep], notes: Notes
 ) -> Iterator[Finding]:
-    """Compare the updates of one process with those of the plain optimizer: with schedule, clipping by one norm for
-    all, and decay of what has two dims or more."""
+    """The updates of one process are those of the optimizer's textbook formula.
+
+    That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients, and weight
+    decay of parameters with two dims or more. `before`: the weights before the first step.
+    """
     table, choice = engine.model.table, engine.model.keymap.choice
+    # A tied parameter has two keys, and counts once in the norm.
     twice = {copy.key for param in table for copy in chosen(param, choice).copies}
+    # O1 cannot rely on the engine's norm, its clipping or its counters: it starts from gradients, weights and options.
     optimizer, most, worst, where = engine.optimizer.options, engine.max_norm or float("inf"), 0.0, ""
     zeros = {k: tuple(torch.zeros_like(w).double() for _ in optimizer.state_names) for k, w in before.items()}
-    kept = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
+    params = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
     assert callable(engine.lr)
     for number, step in enumerate(steps):
         norm = sum(float(g.double().square().sum()) for k, g in step.grads.items() if k not in twice) ** 0.5
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
         lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
         for key, grad in step.grads.items():
-            make = _maker(optimizer, kept[key], grad.double(), number + 1)
-            due, state = make(lr, clip, grad.dim() > 1)
-            off = (step.weights[key] - due).abs().nan_to_num(torch.inf)
+            make = _maker(optimizer, params[key], grad.double(), number + 1)
+            expected, state = make(lr, clip, grad.dim() > 1)
+            off = (step.weights[key] - expected).abs().nan_to_num(torch.inf)
             if off.max() > worst * lr:
                 worst, where = off.max().item() / lr, f"{key} after step {number}"
             if not off.max() <= UPDATE * lr:
                 plain = f"a plain {type(optimizer).__name__}"
-                what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements end other than in {plain}"
+                what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements differ from {plain}"
                 guess = _guess(make, step.weights[key], lrs, (clip, most / norm), grad.dim() > 1)
                 yield Finding(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
-            # from what the engine has, so that one wrong update is named once
-            kept[key] = _Parameter(step.weights[key].double(), state)
+            # Go on from the engine's weights, so that one wrong update is one finding.
+            params[key] = _Parameter(step.weights[key].double(), state)
     num = sum(w.numel() for w in before.values()) * len(steps)
-    notes.measured(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
+    notes.add_margin(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
 
 
 Make = Callable[[float, float, bool], tuple[Tensor, tuple[Tensor, ...]]]
 
 
-def _maker(optimizer: Optimizer, kept: _Parameter, grad: Tensor, number: int) -> Make:
-    """Return what gives weight and state after update `number` (1, 2, ...), for any lr and clip, decayed or not."""
+def _maker(optimizer: Optimizer, param: _Parameter, grad: Tensor, number: int) -> Make:
+    """Return a function that computes weight and state after update `number` (1, 2, ...) for any lr, clip and decay."""
 
     def make(lr: float, clip: float, decays: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return optimizer.plain_update(kept.weight, grad * clip, kept.state, lr=lr, step=number, decays=decays)
+        return optimizer.plain_update(param.weight, grad * clip, param.state, lr=lr, step=number, decays=decays)
 
     return make
 
 
-def _guess(make: Make, found: Tensor, lrs: tuple[float, float, float], clips: tuple[float, float], decays: bool) -> str:
-    """Which mistake gives just these numbers. `lrs`: of this step, the next, the one before. `clips`: what scales the
-    gradient, and what would if it were scaled up too."""
+def _guess(
+    make: Make, weight: Tensor, lrs: tuple[float, float, float], clips: tuple[float, float], decays: bool
+) -> str:
+    """Return the mistake that gives exactly this weight, or "".
+
+    `lrs`: of this step, the next, the previous. `clips`: the factor that clipping multiplies the gradient by, and the
+    factor if it also scaled small gradients up to max_norm.
+    """
     (now, later, before), (clip, to_most) = lrs, clips
     mistakes = {
         "the lr of the next step is taken": make(later, clip, decays),
-        "the lr of the step before is taken": make(before, clip, decays),
+        "the lr of the previous step is taken": make(before, clip, decays),
         "it decays, though it has one dim" if not decays else "it does not decay": make(now, clip, not decays),
         "the gradient is not clipped": make(now, 1.0, decays),
         "the gradient is clipped twice": make(now, clip * clip, decays),
         "the gradient is scaled to max_norm, though it is smaller": make(now, to_most, decays),
     }
-    return next((what for what, made in mistakes.items() if (found - made[0]).abs().max() <= UPDATE * now), "")
+    return next((what for what, made in mistakes.items() if (weight - made[0]).abs().max() <= UPDATE * now), "")

@@ -1,7 +1,10 @@
-"""Run a function on n local processes, forked from this one. A hang is an error that names the ranks; so is a death.
+"""Run a function on n local processes, forked from this one. A hang or a death is an error that names the ranks.
 
-Fork, so that what the caller has imported, registered or changed is there on every rank. The caller must not have made
-a process group or used a device.
+Fork, not spawn: whatever the caller has imported, registered or patched exists on every rank, and the function may be a
+closure. In return the caller must not have made a process group or used a device, since neither survives a fork.
+
+Ranks talk to this process through files of a temporary directory. A file survives the death of its writer, and is whole
+or absent because it is renamed into place.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import pickle  # noqa: TID251 - between processes of one run, in a directory that is theirs alone
+import pickle  # noqa: TID251 - between processes of one run, in a directory that only they use
 import tempfile
 import time
 import traceback
@@ -28,7 +31,10 @@ from ..watch import last_seen
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
-    """`function(*args)` on every rank; the results in the order of the ranks (tensors and plain data)."""
+    """Run `function(*args)` on every rank, and return the results in rank order: tensors and plain data.
+
+    `seconds`: the time limit. Raises `RankError` if a rank fails, dies or hangs.
+    """
     fork = multiprocessing.get_context("fork")
     ports = fork.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,8 +50,11 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
 
 
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
-    """As torchrun does, the parent keeps the store: it outlives any rank. It ends with this call, which raises nothing
-    that would keep it: a rank that is forked beside a store hangs when it drops its copy, whose thread it has not."""
+    """Serve the store in this process, as torchrun does, so that it outlives every rank; return who was lost.
+
+    The store starts after the fork and ends with this call, which raises nothing whose traceback would keep it alive.
+    A rank forked while a store exists inherits a copy without its thread, and hangs when it drops that copy.
+    """
     store = serve_store()
     for _ in ranks:
         ports.put(store.port)
@@ -53,12 +62,15 @@ def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Pa
 
 
 def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
-    """Until all have ended, one has failed, or the time is over. Who died or hung, and where all were last."""
+    """Wait until all ranks have ended, one has failed, or the time is over. Then kill the others.
+
+    -> who died or hung, and the last place of every rank
+    """
     deadline = time.monotonic() + seconds
     try:
         while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
             if any(p.exitcode not in (None, 0) for p in ranks):
-                time.sleep(0.5)  # let the others say what they saw
+                time.sleep(0.5)  # let the other ranks write their errors
                 break
             ranks[0].join(0.02)
         return _lost(ranks, seconds, folder, store)
@@ -69,40 +81,45 @@ def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 
 
 def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
-    said = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
-    died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in said}
+    """Describe the ranks that died or hung without an error; "" if an error explains it."""
+    failed = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
+    died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in failed}
     hung = [rank for rank, p in enumerate(ranks) if p.is_alive()]
-    if not died and (said or not hung):
-        return ""  # who has failed is a reason for others to hang
+    # A death comes first, whatever else happened: ranks that wait for the dead one hang or fail after it.
+    if not died and (failed or not hung):
+        return ""  # a rank that failed is why others hang: they wait for it
     codes = ", ".join(map(str, died.values()))
-    how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s, more than they were given"
+    how = f"died without an error (exit code {codes})" if died else f"hung for {seconds:g} s, the time limit"
     return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *last_seen(store, range(len(ranks)))])
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    gc.freeze()  # garbage of the caller, such as a store whose thread is not here, must not be destroyed here too
+    """Run the function in a forked process, with the environment that torchrun would set. Its result or traceback goes
+    to a file."""
+    gc.freeze()  # garbage of the caller, such as a store whose thread was not forked, must not be destroyed by a rank
     gc.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=ADDRESS)
     os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True", **loopback_devices())
     torch.set_num_threads(1)
     try:
         result = function(*args)
-    except BaseException:  # noqa: BLE001 - whatever it was, the caller is told
+    except BaseException:  # noqa: BLE001 - the caller gets it, whatever it is
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
     (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
-    (folder / f"{rank}.part").rename(folder / f"{rank}.result")
-    os._exit(0)
+    (folder / f"{rank}.part").rename(folder / f"{rank}.result")  # atomic: a result exists only as a whole
+    os._exit(0)  # skips destructors and exit handlers of the caller
 
 
 def _results(size: int, folder: Path, lost: str) -> list[Any]:
-    errors: dict[str, list[int]] = {}  # once for all ranks that say the same
+    """Return the results, or raise the errors, each once with the ranks that share it."""
+    errors: dict[str, list[int]] = {}
     for rank in range(size):
         if (folder / f"{rank}.error").exists():
             errors.setdefault((folder / f"{rank}.error").read_text(), []).append(rank)
     if errors or lost:
-        told = [
+        texts = [
             f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} of {size}:\n{text}" for text, of in errors.items()
         ]
-        raise RankError("\n".join([lost, *told] if lost else told))
+        raise RankError("\n".join([lost, *texts] if lost else texts))
     return [pickle.loads((folder / f"{r}.result").read_bytes()) for r in range(size)]

@@ -1,7 +1,8 @@
 """Bugs to plant, so that a user can see an oracle fail: `meshwright verify MODEL --mesh ... --plant NAME`.
 
-They break the sum of a gradient, loading, attention, the loss and the update; tests/plants.py has many more. A bug is
-planted in the ranks of the mesh alone, which are processes of their own and end with the run.
+They break the reduction of a gradient, loading, attention, the loss and the update; tests/plants.py has many more. A
+bug is planted only in the ranks of the mesh, which are separate processes and end with the run. One process, the
+reference, stays right.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ from .reference import weight_of
 
 @dataclass(frozen=True)
 class Bug:
+    """A known mistake, and how to plant it in this process.
+
+    `what`: a sentence for the report. `axes`: it shows only where one of them is larger than 1; on any mesh if empty.
+    `plant`: patches the package. `loading`: it shows in the loaded weights, without training.
+    """
+
     what: str
-    axes: tuple[str, ...]  # it shows where one of them is larger than 1; anywhere if none is named
+    axes: tuple[str, ...]
     plant: Callable[[], None]
-    loading: bool = False  # it shows in what is loaded
+    loading: bool = False
 
 
 def _sum_left_out() -> None:
+    """Skip the last reductions: of norms over tp, and of other gradients that FSDP does not reduce."""
     parallel.finish = lambda *_: None
 
 
 def _rows_permuted() -> None:
+    """Reverse the rows of every matrix on the last rank: the right values in the wrong places."""
     real = loading.Reader.fill
 
     def fill(self: Any, layout: Any, piece: Any, stored: Tensor) -> None:
@@ -47,6 +56,7 @@ def _rows_permuted() -> None:
 
 
 def _leak() -> None:
+    """Make one document of all tokens of a batch."""
     real = decoder.Decoder.forward
 
     def leaky(self: Any, tokens_T: Tensor, *more: Any) -> tuple[Tensor, ...]:
@@ -57,6 +67,7 @@ def _leak() -> None:
 
 
 def _mean_of_means() -> None:
+    """Divide each micro-batch by its own targets, which gives tokens of short ones too large a weight."""
     real = engine_module.Engine._share
 
     def share(self: Any, batch: Any, scores: Any, step: Any) -> Tensor:
@@ -67,6 +78,7 @@ def _mean_of_means() -> None:
 
 
 def _update_lost() -> None:
+    """Update a copy of the first parameter, as an optimizer does that was built before the model was sharded."""
     real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
@@ -87,7 +99,7 @@ BUGS: dict[str, Bug] = {
 
 
 def check_felt(name: str, axes: Axes, *, training: bool) -> None:
-    """Refuse a bug that may change nothing: that it is not found would mean nothing."""
+    """Refuse a bug that may change nothing on this mesh: a run that passes would then prove nothing."""
     wanted = bug(name).axes
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)
@@ -98,6 +110,7 @@ def check_felt(name: str, axes: Axes, *, training: bool) -> None:
 
 
 def bug(name: str) -> Bug:
+    """Return a bug by its name, or refuse the name and list all bugs."""
     if name not in BUGS:
         known = "; ".join(f"{name}: {bug.what}" for name, bug in BUGS.items())
         raise ConfigError(f"--plant {name!r} is unknown; choose from {known}")

@@ -1,4 +1,4 @@
-"""Fill uninitialised memory with NaN, so that a value that no code wrote shows, whatever lay there before."""
+"""Fill uninitialised memory with NaN, so that a value that no code wrote shows, whatever the page held before."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _ALLOCATIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let torch's uninitialised tensors begin as NaN.
+    """Initialise torch's uninitialised tensors with NaN.
 
     A gradient of which a part is never written is 0 on a fresh page and garbage on a used one, so a small trial may
-    pass by luck. `torch.utils.deterministic.fill_uninitialized_memory` needs deterministic algorithms, which are other
-    kernels than those of real runs. A `TorchFunctionMode` is not active in backward. So the functions are replaced.
+    pass by luck. The functions are replaced, because torch's own ways do not fit:
+    `torch.utils.deterministic.fill_uninitialized_memory` needs deterministic algorithms, which run other kernels than
+    real training, and a `TorchFunctionMode` is not active in backward.
     """
     originals = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATIONS]
     for owner, name, allocate in originals:
@@ -31,6 +32,8 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap an allocation. Integers stay as they are: they have no NaN."""
+
     @functools.wraps(allocate)
     def poisoned(*args: object, **kwargs: object) -> Tensor:
         out = allocate(*args, **kwargs)

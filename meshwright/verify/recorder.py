@@ -1,7 +1,8 @@
-"""See every collective that really runs: operation, ranks, bytes.
+"""Record every collective that really runs: operation, ranks, bytes.
 
-A `Recorder` with a store also makes the ranks of a group compare what they are about to do, so that ranks that
-disagree get an error that says who stands where, and not a hang.
+The recorder hooks into torch's dispatcher, so it sees collectives of FSDP, of autograd and of compiled code as well as
+Meshwright's own. A `Recorder` with a store also makes the ranks of a group compare what they are about to do. Ranks
+that disagree then raise an error that names each rank's place. Without that, they would hang until the timeout.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from torch.library import Library
 from ..errors import RankError
 from ..watch import waits_at
 
-_OURS = {
+# Names of the same collective in c10d, in the functional collectives and in Meshwright's own ops.
+_OPS = {
     **dict.fromkeys(("allgather", "_allgather_base", "all_gather_into_tensor"), "all_gather"),
     **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor"), "reduce_scatter"),
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), "all_to_all"),
 }
-TRANSFERS = ("send", "recv")  # between two ranks of a group: its others do something else
+TRANSFERS = ("send", "recv")  # between two ranks of a group, while its other ranks do something else
 _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """`num_bytes` is the larger side; of an all-to-all, what comes in. `at`: the door, where one said so."""
+class RecordedCollective:
+    """One collective. `num_bytes` is its larger side; for an all-to-all, what the rank receives.
+
+    `at`: the door, or other place, that the code had announced when it ran (`watch.waits_at`).
+    """
 
     op: str
     ranks: tuple[int, ...]
@@ -46,13 +51,14 @@ class Seen:
 
 
 class Recorder:
-    """`with Recorder() as recorder: ...`, then `recorder.seen`.
+    """A context manager that records: `with Recorder() as recorder: ...`, then `recorder.collectives`.
 
-    Only collectives pass by here on their way to where they run, from whatever thread: all else costs nothing.
+    Only collectives pass through it, from whatever thread, so all other work runs at full speed. Leaving and entering
+    it again continues the same record.
     """
 
     def __init__(self, store: Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
-        self.seen: list[Seen] = []
+        self.collectives: list[RecordedCollective] = []
         self._store, self._rank, self._seconds = store, rank, seconds
         self._turns: Counter[tuple[int, ...]] = Counter()
 
@@ -65,32 +71,39 @@ class Recorder:
         _RECORDERS.remove(self)
 
     def announce(self, op: str, args: tuple[Any, ...]) -> None:
+        """Compare the coming collective with that of the other ranks. Transfers are not compared."""
         if op not in TRANSFERS:
-            self._agree(_announced(op, args) + waits_at(), _ranks(args))
+            self._agree(_description(op, args) + waits_at(), _ranks(args))
 
     def note(self, op: str, args: tuple[Any, ...], out: Any) -> None:
+        """Append a collective that ran."""
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
-        self.seen.append(Seen(op, _ranks(args), sizes[-1] if op == "all_to_all" else max(sizes), waits_at()))
+        self.collectives.append(
+            RecordedCollective(op, _ranks(args), sizes[-1] if op == "all_to_all" else max(sizes), waits_at())
+        )
 
-    def _agree(self, mine: str, ranks: tuple[int, ...]) -> None:
-        """Wait until all ranks of the group say what they are about to do; raise if it is not the same."""
+    def _agree(self, local: str, ranks: tuple[int, ...]) -> None:
+        """Wait until all ranks of the group have announced their next collective; raise if they differ.
+
+        Each rank numbers the collectives of a group by itself (`turn`), so ranks that agreed so far meet under one key.
+        """
         if self._store is None or len(ranks) < 2:
             return
         turn, self._turns[ranks] = self._turns[ranks], self._turns[ranks] + 1
-        self._store.set(f"{ranks}/{turn}/{self._rank}", mine)
+        self._store.set(f"{ranks}/{turn}/{self._rank}", local)
         for other in ranks:
             try:
                 self._store.wait([f"{ranks}/{turn}/{other}"], datetime.timedelta(seconds=self._seconds))
             except dist.DistStoreError:
                 raise RankError(
-                    f"rank {other} did not come to collective {turn} of ranks {list(ranks)}, where rank {self._rank} "
-                    f"stands at {mine}, within {self._seconds:.0f} s"
+                    f"rank {other} did not reach collective {turn} of ranks {list(ranks)} within {self._seconds:.0f} "
+                    f"s; rank {self._rank} waits at {local}"
                 ) from None
-            theirs = self._store.get(f"{ranks}/{turn}/{other}").decode()
-            if theirs != mine:
+            remote = self._store.get(f"{ranks}/{turn}/{other}").decode()
+            if remote != local:
                 raise RankError(
-                    f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {mine}, "
-                    f"rank {other} at {theirs}"
+                    f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {local}, "
+                    f"rank {other} at {remote}"
                 )
 
 
@@ -99,48 +112,59 @@ _RECORDERS: list[Recorder] = []
 
 @functools.cache
 def _listen() -> list[Library]:
-    """Once in a process, and for good; the libraries must be kept. BackendSelect is what is dispatched last, behind
-    compilers, autograd, and selective checkpointing, which answers from what it has kept."""
-    kept = []
+    """Intercept all collectives of this process, once and for good. Without a recorder they pass straight through.
+
+    The key is BackendSelect, the last that is dispatched before the backend. Compilers, autograd and selective
+    checkpointing come before it, so what they answer from saved results is not counted as a collective. The returned
+    libraries must stay alive: torch drops the interception with them.
+    """
+    libraries = []
     for full in torch._C._dispatch_get_all_op_names():
         space, _, name = full.partition(".")[0].partition("::")
         if space in ("c10d", "_c10d_functional", "meshwright") and name != "wait_tensor":
             op, packet = name.rstrip("_"), getattr(getattr(torch.ops, space), name)
             for func in (getattr(packet, overload) for overload in packet.overloads()):
-                recorded = functools.partial(_recorded, func, _OURS.get(op, op))
-                kept.append(Library(space, "IMPL"))
-                kept[-1].impl(func, recorded, "BackendSelect", with_keyset=True)
-    return kept
+                recorded = functools.partial(_recorded, func, _OPS.get(op, op))
+                libraries.append(Library(space, "IMPL"))
+                libraries[-1].impl(func, recorded, "BackendSelect", with_keyset=True)
+    return libraries
 
 
 def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """What a collective is made of comes by here too, and what a compiler or the meta device only imagines: none of
-    these is one more."""
+    """Run a collective and note it with all recorders.
+
+    Not counted: a collective that another is implemented with, which is why the list is empty while one runs; and one
+    on meta or fake tensors, which a compiler only traces.
+    """
     keys = keys.remove(torch._C.DispatchKey.BackendSelect)
     if not _RECORDERS:
         return func.redispatch(keys, *args, **kwargs)
     recorders = _RECORDERS.copy()
     _RECORDERS.clear()
-    asked = [] if any(t.is_meta or isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
+    active = [] if any(t.is_meta or isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
     try:
-        for recorder in asked:
+        for recorder in active:
             recorder.announce(op, args)
         out = func.redispatch(keys, *args, **kwargs)
-        for recorder in asked:
+        for recorder in active:
             recorder.note(op, args, out)
         return out
     finally:
         _RECORDERS.extend(recorders)
 
 
-def _announced(op: str, args: tuple[Any, ...]) -> str:
-    """The operation, and the bytes that every rank of the group must bring alike. With splits, ranks may differ."""
+def _description(op: str, args: tuple[Any, ...]) -> str:
+    """Describe what all ranks of a group must agree on: the operation and its bytes.
+
+    An all-to-all with split sizes may differ in bytes, as experts receive what the router sends them.
+    """
     if op == "all_to_all" and any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], int) for arg in args):
         return op
     return f"{op} of {max((t.nbytes for t in _tensors(args)), default=0)} bytes"
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists of arguments."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -149,6 +173,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the global ranks of a collective's group, which is an object in c10d and a name elsewhere."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))

@@ -1,4 +1,9 @@
-"""What is tried: a source, a mesh, data that differs on every data rank; and what one process says of the same data."""
+"""A trial (source, mesh, data, options), and the reference: the same training steps on one process.
+
+Data differs on every data rank, and ranks have different numbers of targets, so a mistake in a divisor or a reduction
+changes the result. The reference runs with none of the options that a mesh or a memory budget asks for, with other
+chunk and part sizes, and with hardly any padding: whatever must not matter differs between the two.
+"""
 
 from __future__ import annotations
 
@@ -22,52 +27,62 @@ from ..optim import AdamW, Optimizer
 from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from ..weights import whole_tensors
 from . import entropy, independent_checks
-from .diagnose.forward import scores_of, watched
-from .recorder import Seen
+from .diagnose.forward import recorded_forward, scores_of
+from .recorder import RecordedCollective
 from .results import Finding, Margin, Notes
 from .small_data import LONG_STEP, Data
 
 LR = 1e-3
-MAX_NORM = 1.0  # norms of small models lie above and below it
+MAX_NORM = 1.0  # small models have gradient norms on both sides of it, so clipping is tried on and off
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding alone may do: to a gradient relative to its norm, to a loss relatively, to a log-probability."""
+    """The error that rounding alone may cause: of a gradient relative to its norm, of a loss (relative), and of a
+    log-probability (absolute)."""
 
     grad: float
     loss: float
     logprob: float
 
 
+# float64 is the proof. The order of reductions changes a result by about its machine epsilon, 2.2e-16, times a small
+# factor, while a wrong one is off by far more than 1e-9. In bfloat16 rounding also sends tokens to other experts.
 TOLERANCES = {
     torch.float64: Tolerance(1e-9, 1e-9, 1e-9),
     torch.float32: Tolerance(2e-5, 1e-5, 2e-5),
-    torch.bfloat16: Tolerance(0.3, 5e-3, 0.2),  # a smoke, A_log is the noisiest: the float64 run is the proof
+    torch.bfloat16: Tolerance(0.3, 5e-3, 0.2),  # only a smoke test; A_log is the noisiest
 }
 
-# In 8 bits a value in the middle of two numbers falls to either side by the last bit of a sum, and may send a token to
-# other experts: in float64 so rarely that the proof stands, else often, so that the others are a smoke.
+# FP8 rounds a value halfway between two codes up or down by the last bit of a reduction, which may send a token to
+# other experts. In float64 that is so rare that the proof stands. In float32 and bfloat16 it is common: a smoke test.
 _SMOKE = Tolerance(0.6, 2e-2, 1.0)
 FP8_TOLERANCES = {**TOLERANCES, torch.float32: _SMOKE, torch.bfloat16: _SMOKE}
 
 
 @dataclass(frozen=True)
 class Trial:
+    """Everything that defines a run: the same on one process and on the mesh, up to the mesh and its options.
+
+    `keeps_all`: stores gradients and weights of every step, for which a large model has no room. `draws`: also draws
+    new weights, which must not depend on the mesh. `thorough`: also checks a loss with entropy, and exports, where they
+    are possible. `small_parts`: on the mesh, multiplies the part sizes that split a tiny model; 0: sizes of real runs.
+    """
+
     source: Path
     axes: Axes
     data: Data
     recipe: Recipe = Recipe(dtype=torch.float64)
     steps: int = 3
     router_aux: str = "pooled"
-    keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
-    draws: bool = False  # also new weights, which must not depend on the mesh
+    keeps_all: bool = True
+    draws: bool = False
     optimizer: Optimizer = AdamW()
-    thorough: bool = True  # also a loss with entropy and exports, where they can be
-    small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
+    thorough: bool = True
+    small_parts: int = 0
 
     def with_options(self, **fields: Any) -> Trial:
-        """Return the same trial, run with other fields of its recipe."""
+        """Return the same trial with other fields of its recipe."""
         return replace(self, recipe=replace(self.recipe, **fields))
 
     @property
@@ -83,27 +98,27 @@ class Trial:
         return (FP8_TOLERANCES if self.recipe.fp8 else TOLERANCES)[self.dtype]
 
     @property
-    def asks_products(self) -> bool:
-        """Whether each product in 8 bits is held against its definition. In bfloat16 it is the kernel of the device."""
+    def checks_fp8_matmuls(self) -> bool:
+        """True where Q1 compares each FP8 matmul with its definition. In bfloat16 that is the device's kernel."""
         return self.recipe.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
 
     @property
     def is_proof(self) -> bool:
-        """Whether gradients and weights of every step are known as wide as they are."""
+        """True in float64 with gradients and weights of every step."""
         return self.dtype == torch.float64 and self.keeps_all
 
     @property
-    def adds_up(self) -> bool:
-        """Return whether updates are those of the plain optimizer, which rounds no state."""
+    def checks_updates(self) -> bool:
+        """True where O1 can recompute the updates: in a proof whose optimizer state is not rounded."""
         return self.is_proof and self.optimizer.state_dtype is None
 
     @property
-    def has_entropy(self) -> bool:
-        return self.exports and self.head == "lm"
+    def checks_entropy(self) -> bool:
+        return self.checks_exports and self.head == "lm"
 
     @property
-    def exports(self) -> bool:
-        """Whether exports are tried after training."""
+    def checks_exports(self) -> bool:
+        """True where exports are checked after training."""
         return self.is_proof and self.thorough
 
     @property
@@ -111,138 +126,163 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
+        """Load the model on a mesh and return its engine."""
         return Engine(
             load(self.source, mesh, **vars(self.recipe)), lr=lr_of_trial, loss=self.loss, optimizer=self.optimizer,
             max_norm=MAX_NORM, router_aux=self.router_aux,
         )  # fmt: skip
 
-    def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
-        """New weights, on rank 0."""
+    def new_weights(self, mesh: Mesh) -> dict[str, Tensor]:
+        """Draw new weights and gather them on rank 0."""
         if not self.draws:
             return {}
         return gather(init(self.source, mesh, seed=5, **vars(self.recipe.plain(train="**"))))
 
     def batches(self, model: Model, step: int) -> list[Batch]:
+        """Return the micro-batches of this rank."""
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
 
     def packed(self) -> list[Batch]:
-        """Whose documents are also run alone: those of data rank 0 in the first step and in the long one."""
+        """Return the batches whose documents are also run alone: data rank 0's of the first and of the long step."""
         long = self.data(0, LONG_STEP) if self.data.long and self.steps > LONG_STEP else []
         return self.data(0, 0) + long
 
     def all_batches(self, step: int = 0) -> list[Batch]:
-        """The whole step for one process: each micro-batch of all data ranks as one longer stream, since the router's
-        aux loss is pooled over them. It has hardly any filler, so that filler which counts shows."""
+        """Return the whole step for one process.
+
+        Each micro-batch is that of all data ranks joined into one stream, since the router's aux loss is pooled over
+        them. It has hardly any padding, so a mesh that counts padding differs.
+        """
         ranks = (self.data(rank, step) for rank in range(self.axes.num_data_ranks))
-        merged = [_merged(each) for each in zip(*ranks, strict=True)]
-        return [_merged([each], max(map(len, merged))) for each in merged]
+        joined = [_joined(each) for each in zip(*ranks, strict=True)]
+        return [_joined([each], max(map(len, joined))) for each in joined]
 
 
 def lr_of_trial(step: int) -> float:
-    """Neither constant nor monotonous, so that the lr of another step shows."""
+    """Return a learning rate that rises and falls, so that the rate of a neighbouring step shows."""
     return LR * (1.0, 0.6, 1.3)[step % 3]
 
 
 def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
-    """Of every label, each with a weight of its own: labels that change places would show."""
+    """Return the loss of a value head. Each label has another weight, so that labels in the wrong order show.
+
+    Shapes: T tokens, L labels per token.
+    """
     error_TL = scores["values"].view(len(fields["target"]), -1) - fields["target"][:, None]
     return (error_TL.square() * torch.arange(1, error_TL.shape[1] + 1, device=error_TL.device)).sum(1) / 2
 
 
 @dataclass(frozen=True)
-class StepOf:
-    """What one process finds in a step."""
+class ReferenceStep:
+    """One step of one process.
+
+    `norm`: of all gradients, before clipping. `loads`: the tokens that each expert got, [layers of experts, experts].
+    `grads`: by Hugging Face name. `weights`: after the update, likewise, in float64.
+    """
 
     loss: float
-    norm: float  # before clipping
-    loads: Tensor  # [layers of experts, experts]: tokens that each got
-    grads: dict[str, Tensor]  # by Hugging Face name
-    weights: dict[str, Tensor] = field(default_factory=dict)  # after the update, by the same, in float64 and unrounded
+    norm: float
+    loads: Tensor
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds, in the same precision. Gradients or weights that were not kept are empty."""
+    """The results of one process, in the same precision. Gradients and weights that were not stored are empty.
 
-    steps: Sequence[StepOf]
-    alone: Sequence[Sequence[Tensor]] = ()  # scores of each document of `Trial.packed`, run alone, by batch
-    prints: Sequence[dict[str, Tensor]] = ()  # what every part gave out for them, by batch and part
-    sums: Sequence[Sequence[tuple[float, float]]] = ((),)  # by data rank and batch: loss terms and weight, without aux
-    aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
-    notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
-    drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
-    entropy: entropy.Found = (0.0, {})  # the first loss with a term of entropy, and its gradients
+    `document_scores`: of each document of `Trial.packed`, run alone, by batch. `fingerprints`: of the outputs of all
+    submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of their weights,
+    by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`: what is already
+    wrong with one process. `new_weights`: drawn weights, if the trial draws some. `entropy`: the first loss with an
+    entropy term, and its gradients.
+    """
+
+    steps: Sequence[ReferenceStep]
+    document_scores: Sequence[Sequence[Tensor]] = ()
+    fingerprints: Sequence[dict[str, Tensor]] = ()
+    loss_sums: Sequence[Sequence[tuple[float, float]]] = ((),)
+    aux: tuple[float, dict[str, Tensor]] = (0.0, {})
+    notes: Notes = field(default_factory=Notes)
+    new_weights: dict[str, Tensor] = field(default_factory=dict)
+    entropy: entropy.LossAndGrads = (0.0, {})
 
 
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
-    """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
-    differ at the bounds of parts."""
+    """Return the context in which the ranks of the mesh run. One process keeps the part sizes of real runs, so that a
+    mistake at the bounds of parts makes the two differ."""
     return shrunk_part_sizes(trial.small_parts) if trial.small_parts else nullcontext()
 
 
-def refer(trial: Trial) -> Reference:
-    """Run the trial on one process (call it in a world of one), as plainly as can be."""
+def run_reference(trial: Trial) -> Reference:
+    """Run the trial on one process, in a world of one, without memory options, pipeline or context parallelism."""
     with other_chunks():
-        of_entropy, one = (
+        entropy_notes, plain = (
             Notes(),
             trial.with_options(memory=MemoryOptions(), pipeline=Pipeline(), context=ContextParallel()),
         )
-        engine = one.engine(Mesh(device="cpu"))
-        alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
-        sums, aux = _sums(trial, engine), _aux(trial, engine)
+        engine = plain.engine(Mesh(device="cpu"))
+        # All that the untrained model is asked for comes before the first step, which changes the weights.
+        document_scores, fingerprints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
+        loss_sums, aux = _loss_sums(trial, engine), _aux(trial, engine)
         with_entropy = (0.0, dict[str, Tensor]())
-        if trial.has_entropy:
+        if trial.checks_entropy:
             with_entropy = entropy.backward_with_entropy(engine.model, trial.all_batches(), trial.router_aux)
-            of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux, of_entropy))
+            entropy_notes.add_findings("", entropy.h1_of_one(trial, engine.model, with_entropy, aux, entropy_notes))
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
-        drawn = one.drawn(engine.model.mesh)
-    notes = independent_checks.notes_of(trial, engine, before, steps, sums, aux[0])
-    notes.add(of_entropy)
-    return Reference(steps, alone, prints, sums, aux, notes, drawn, with_entropy)
+        new_weights = plain.new_weights(engine.model.mesh)
+    notes = independent_checks.notes_of(trial, engine, before, steps, loss_sums, aux[0])
+    notes.add(entropy_notes)
+    return Reference(steps, document_scores, fingerprints, loss_sums, aux, notes, new_weights, with_entropy)
 
 
 @contextmanager
 def other_chunks() -> Iterator[None]:
-    """Chunks begin elsewhere than on the mesh, so that what is wrong at their bounds differs."""
-    kept = delta.CHUNK, loss.CHUNK
+    """Use chunk sizes that no mesh uses, so that a mistake at the bounds of chunks makes the two differ."""
+    original = delta.CHUNK, loss.CHUNK
     delta.CHUNK, loss.CHUNK = 48, 777
     try:
         yield
     finally:
-        delta.CHUNK, loss.CHUNK = kept
+        delta.CHUNK, loss.CHUNK = original
 
 
-def _step(trial: Trial, engine: Engine, step: int) -> StepOf:
+def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
+    """Run one step. A large model stores the first gradients and the last weights alone."""
     value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
     loads, norm = engine.router.load_LE, engine.update()
-    kept = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
-    return StepOf(value, norm, loads, grads, unrounded(engine.model) if kept else {})
+    stores_weights = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
+    return ReferenceStep(value, norm, loads, grads, unrounded(engine.model) if stores_weights else {})
 
 
 def unrounded(model: Model) -> dict[str, Tensor]:
-    """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
+    """Return whole weights on rank 0, like `gather`, but in the dtype in which they are stored."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
     streamed = whole_tensors(model.stored_model(model.values()), model.keymap, keys, dtypes=model.kept)
     return {key.name: tensor for key, tensor in streamed}
 
 
 def _alone(model: Model, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Run each document of a batch by itself. -> its scores; fingerprints of submodules, joined over documents"""
     scores, prints = [], []
-    for one in split_documents(batch):
-        with watched(model) as seen:
-            scores.append(scores_of(model, one))
-        prints.append(seen.prints)
+    for document in split_documents(batch):
+        with recorded_forward(model) as record:
+            scores.append(scores_of(model, document))
+        prints.append(record.fingerprints)
     return scores, {name: torch.cat([each[name] for each in prints]) for name in prints[0]}
 
 
-def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
-    """The terms of the loss and their weights, added up here from what the model says of each token."""
-    return [[_sum(trial, engine, batch) for batch in trial.data(rank, 0)] for rank in range(trial.axes.num_data_ranks)]
+def _loss_sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
+    """Return the sums of loss terms and of weights, from the model's scores of each token: not the engine's own."""
+    return [
+        [_loss_sum(trial, engine, batch) for batch in trial.data(rank, 0)] for rank in range(trial.axes.num_data_ranks)
+    ]
 
 
-def _sum(trial: Trial, engine: Engine, batch: Batch) -> tuple[float, float]:
+def _loss_sum(trial: Trial, engine: Engine, batch: Batch) -> tuple[float, float]:
+    """Return the sum of the weighted loss terms of a batch, and the sum of their weights."""
     scores_T = scores_of(engine.model, batch)
     terms_T = squared_errors({"values": scores_T}, batch.fields) if trial.head == "value" else -scores_T
     weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
@@ -250,27 +290,31 @@ def _sum(trial: Trial, engine: Engine, batch: Batch) -> tuple[float, float]:
 
 
 def weight_of(batch: Batch) -> float:
-    """What a mean over it is divided by."""
+    """Return the sum of the weights of a batch's targets, by which a mean over it is divided."""
     return float(batch.fields.get("weight", torch.ones(len(batch)))[batch.labels != IGNORE].double().sum())
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
+    """Return the router's aux loss alone and its gradients: those of a step whose other loss terms are 0.
+
+    A wrong gradient can then be split into the two parts, of which often only one is wrong.
+    """
     if not engine.router.balance.coefficient:
         return 0.0, {}
-    kept, engine.loss = engine.loss, lambda scores, fields: kept(scores, fields) * 0.0
+    original, engine.loss = engine.loss, lambda scores, fields: original(scores, fields) * 0.0
     value, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")
     engine.discard()
-    engine.loss = kept
+    engine.loss = original
     return value, grads
 
 
 def split_documents(batch: Batch) -> list[Batch]:
-    """Each document of a batch as a batch of its own."""
+    """Return each document of a batch as a batch."""
     return [cut(batch, [number], b - a) for number, (a, b) in enumerate(pairwise(batch.bounds))]
 
 
-def _merged(batches: Sequence[Batch], length: int | None = None) -> Batch:
-    """One stream of the documents of all, without their filler."""
+def _joined(batches: Sequence[Batch], length: int | None = None) -> Batch:
+    """Join the documents of batches into one stream, without their padding."""
     whole = joined_batches(batches)
     return filled(whole, len(whole) if length is None else length)
 
@@ -280,33 +324,46 @@ Findings = Iterator[Finding]
 
 @dataclass
 class Run:
+    """A trial in progress on one rank of the mesh: what oracles read, and where they note what they measured.
+
+    `loading_collectives`, `step_collectives`: what this rank issued while loading and in the first step. `routed`: for
+    each door of experts, how often it was passed, how many rows had to be sent, and their width. `stored`: bytes of
+    this rank before the first update. `blame`: what is already wrong and makes later results wrong too; they name it as
+    their cause.
+    """
+
     trial: Trial
     reference: Reference
     engine: Engine
     notes: Notes = field(default_factory=Notes)
-    loading: list[Seen] = field(default_factory=list)
-    stepping: list[Seen] = field(default_factory=list)
-    routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by door: passes, rows due, their width
-    stored: dict[str, int] = field(default_factory=dict)  # bytes of this rank before the first update
-    blame: str = ""  # what is wrong already, and makes all that comes later wrong too
+    loading_collectives: list[RecordedCollective] = field(default_factory=list)
+    step_collectives: list[RecordedCollective] = field(default_factory=list)
+    routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=dict)
+    blame: str = ""
 
     @property
     def model(self) -> Model:
         return self.engine.model
 
-    def measured(
+    def record(
         self, oracle: str, what: str, count: int, worst: float = 0.0, allowed: float = 0.0, where: str = ""
     ) -> None:
-        """How right it is on this rank; what all ranks find alike, rank 0 notes alone (`measured_once`)."""
-        self.notes.measured(Margin(oracle, what, count, worst, allowed, where))
+        """Note a margin of this rank. `record_once` is for results that are equal on all ranks."""
+        self.notes.add_margin(Margin(oracle, what, count, worst, allowed, where))
 
-    def measured_once(
+    def record_once(
         self, oracle: str, what: str, count: int, worst: float = 0.0, allowed: float = 0.0, where: str = ""
     ) -> None:
+        """Note a margin on rank 0 alone, so that its count is not multiplied by the number of ranks."""
         if self.model.mesh.rank == 0:
-            self.measured(oracle, what, count, worst, allowed, where)
+            self.record(oracle, what, count, worst, allowed, where)
 
 
 def everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
-    """The numbers of every rank, on every rank."""
+    """All-gather a row of numbers: those of every rank, on every rank.
+
+    Oracles agree with it before they decide what to run next. Ranks that decided alone would issue different
+    collectives, and hang.
+    """
     return mesh.gather_rows(torch.tensor([numbers], device=mesh.device), DENSE).tolist()

@@ -1,4 +1,10 @@
-"""What was found, for a person and for a program."""
+"""Report what `verify` measured: on the terminal, as JSON and as a page.
+
+All three begin with the verdict, and say what was not tried: a pass proves only what ran. Findings of identical layers
+share a line, since one mistake in a layer's code is in all of them.
+
+In this module a part is a run (a dtype, transformers, or the weights) and a row is RUN or an oracle.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +32,39 @@ from .session import FULL, IN_BLOCKS, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, 
 
 ROWS = (RUN, *ORACLES)
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
-_KINDS = 3  # of names, printed for an oracle
+_KINDS = 3  # of names that are printed for an oracle
 
 
-def rows_asked(parts: Sequence[RunResult]) -> list[str]:
-    """What was asked, in order; before all else, whether the run came to its end."""
-    asked = {oracle for part in parts for oracle in part.oracles}
-    return [RUN, *(oracle for oracle in ORACLES if oracle in asked)]
+def rows_of(parts: Sequence[RunResult]) -> list[str]:
+    """Return the rows of the table: RUN, then the oracles that some run checks, in order."""
+    checked = {oracle for part in parts for oracle in part.oracles}
+    return [RUN, *(oracle for oracle in ORACLES if oracle in checked)]
 
 
 def oracle_sentence(row: str) -> str:
-    """What holds, if all is well."""
+    """Return what holds if an oracle passes: the first sentence of its docstring."""
     if row == RUN:
-        return "Every rank comes to the end of the run."
+        return "Every rank reaches the end of the run."
     text = " ".join((ORACLES[row].__doc__ or "").split())
     return text.partition(". ")[0].rstrip(".") + "."
 
 
 def print_oracles() -> None:
+    """Print what each oracle checks, for `--list`."""
     grid = Grid("oracle", "holds if", box=None)
     for oracle in ROWS:
         grid.add_row(oracle, oracle_sentence(oracle))
     Console().print(grid)
-    Console().print("--weights asks RUN, L1 and W1 of the weights as they are, and trains nothing.")
+    Console().print("--weights checks RUN, L1 and W1 of the real weights, and trains nothing.")
 
 
 def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
-    """The verdict in a line; a line an oracle; below it what fails, with its likely cause, and where to begin."""
+    """Print the verdict, a line per oracle, then the failures with their likely causes, and where to begin."""
     console = Console()
     console.print(Text("; ".join(filter(None, headline(plan, parts)))), soft_wrap=True)
     grid = Grid(box=None, pad_edge=False, expand=True, title=Text(_title(model, plan)), title_justify="left")
     grid.add_column("", width=3)
-    rows = rows_asked(parts)
+    rows = rows_of(parts)
     for part in parts:
         title = SHORT.get(part.name, part.name)
         grid.add_column(title, no_wrap=True, width=max(len(title), *(len(cell(part, row)) for row in rows)))
@@ -72,8 +79,8 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
         console.print(f"Verified a small random model instead ({sizes}). Use --full for the real one.", soft_wrap=True)
     console.print(grid)
     for part in parts:
-        for line in lines_found(part):
-            console.print(Text(f"{part.name} {line}"), soft_wrap=True)  # one line, to be searched
+        for line in finding_lines(part):
+            console.print(Text(f"{part.name} {line}"), soft_wrap=True)  # unbroken, so that grep works
         for note in part.notes:
             console.print(Text(f"{part.name}: {note}"), soft_wrap=True)
     num = sum(len(part.findings) for part in parts)
@@ -84,8 +91,9 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
 
 
 def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
-    """Return the verdict in one line, and what it rests on: the findings, or the worst that was measured."""
-    rows, on = rows_asked(parts), str(plan.axes)
+    """Return the verdict in one line, and its evidence: the number of findings, or the largest error measured."""
+    rows, on = rows_of(parts), str(plan.axes)
+    # A row fails if any run fails it, and was not answered only if no run finished it.
     fail = [row for row in rows if any(findings_of(part, row) for part in parts)]
     if not fail:
         return f"{counted(len(rows), 'check')} on {on}: all is well", _worst(parts)
@@ -100,7 +108,8 @@ def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
 
 
 def _worst(parts: Sequence[RunResult]) -> str:
-    """The worst gradient of the first run that compared them; without gradients, the worst of all that was measured."""
+    """Return the largest error of a gradient in the first run that compared them: float64, the proof. A run without
+    gradients gives the largest of all errors, as a share of what is allowed."""
     margins = [margin for part in parts for margin in part.margins if margin.allowed]
     gradients = next(([m for m in part.margins if m.oracle == "G1" and m.allowed] for part in parts), [])
     if not margins:
@@ -111,19 +120,23 @@ def _worst(parts: Sequence[RunResult]) -> str:
 
 
 def _title(model: str, plan: Plan) -> str:
+    """Return what ran: the model, the mesh, and how pipeline and context parallelism divide the work."""
     schedule = f", schedule {plan.runs.recipe.pipeline.schedule}" if plan.axes.pp > 1 else ""
-    way = ways(plan.runs.spec, plan.axes)
-    return f"{model} on {plan.axes}{schedule}{way and f', {way}'}"
+    context = ways(plan.runs.spec, plan.axes)
+    return f"{model} on {plan.axes}{schedule}{context and f', {context}'}"
 
 
 def planted(plan: Plan) -> str:
-    """What was done to the ranks on purpose."""
+    """Return a sentence about the planted bug; "" without one."""
     name = plan.options.plant
-    return f"A bug is planted in the ranks of the mesh, to be found: {bug(name).what} ({name})." if name else ""
+    return f"A bug is planted in the ranks of the mesh: {bug(name).what} ({name})." if name else ""
 
 
 def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
-    """What an oracle compared, and how near it came to what is allowed, in the first run that asked it."""
+    """Return what an oracle compared and its largest error, from the first run that has margins of it.
+
+    By default that is float64, the strictest. Exact comparisons are printed only if the oracle makes no others.
+    """
     for part in parts:
         if margins := margins_of(part, oracle):
             return str(max(margins, key=lambda margin: (margin.allowed > 0, margin.share, margin.count)))
@@ -131,21 +144,24 @@ def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
 
 
 def margins_of(part: RunResult, oracle: str) -> list[Margin]:
-    """Of an oracle that fails without those that say that all is equal: they count what was compared alone."""
+    """Return the margins of an oracle. If it fails, exact comparisons are left out.
+
+    Their margins count what was compared, whatever the outcome, so "all equal" would appear next to a failure.
+    """
     fails = bool(findings_of(part, oracle))
     return [m for m in part.margins if m.oracle == oracle and not (fails and not m.allowed)]
 
 
 def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
-    """Sizes of config.json, as they are and as they were tried."""
+    """Return the sizes of config.json that the small model changes, as (real, small)."""
     was, now = text_config(plan.blueprint.config), text_config(plan.runs.config)
     return {name: (was.get(name), n) for name, n in now.items() if isinstance(n, int) and n != was.get(name)}
 
 
-def lines_found(part: RunResult, rest: str = "--json has them all") -> list[str]:
-    """Of each oracle the first findings, those of layers alike in one line. `rest`: where the others are."""
+def finding_lines(part: RunResult, rest: str = "--json has them all") -> list[str]:
+    """Return the first findings of each oracle, with a line for all layers that share one. `rest`: where others are."""
     lines = []
-    for oracle in rows_asked([part]):
+    for oracle in rows_of([part]):
         kinds: dict[str, list[Finding]] = {}
         for finding in findings_of(part, oracle):
             kinds.setdefault(same_kind(finding.name), []).append(finding)
@@ -158,10 +174,14 @@ def lines_found(part: RunResult, rest: str = "--json has them all") -> list[str]
 
 
 def beginning(parts: Sequence[RunResult]) -> str:
-    """Which finding to look at first: the earliest oracle that fails, and the bill, which may know the very door."""
-    found = next((part.findings for part in parts if part.findings), [])
+    """Return which finding to look at first; "" if only one oracle fails.
+
+    That of the earliest oracle, because mistakes spread to the later ones, and that of the bill (K1). The bill comes
+    last but does not depend on values, so it may name the very door.
+    """
+    findings = next((part.findings for part in parts if part.findings), [])
     firsts: dict[str, Finding] = {}
-    for finding in sorted(found, key=lambda f: ROWS.index(f.oracle)):
+    for finding in sorted(findings, key=lambda f: ROWS.index(f.oracle)):
         firsts.setdefault(finding.oracle, finding)
     if len(firsts) < 2:
         return ""
@@ -171,19 +191,19 @@ def beginning(parts: Sequence[RunResult]) -> str:
 
 
 def unproven(plan: Plan, parts: Sequence[RunResult]) -> str:
-    """What these runs say nothing of, in a line."""
+    """Return what these runs did not try, in one line."""
     left = untried(plan, parts)
     return f"not tried: {'; '.join(left)}" if left else ""
 
 
 def _idle(plan: Plan) -> list[str]:
-    """Axes of size 1, which a run says nothing of."""
+    """Return the axes of size 1, about which a run proves nothing. ep counts only with experts."""
     experts = ["ep"] if plan.blueprint.balance.num_experts else []
     return [axis for axis in ("pp", "replicate", "fsdp", "cp", "tp", *experts) if plan.axes.size_of(axis) == 1]
 
 
 def _other_meshes(plan: Plan) -> str:
-    """Small ones that try them, three axes at a time. Experts are spread over ranks that another axis makes."""
+    """Return small meshes that try the idle axes, at most three at once. ep needs ranks of fsdp, cp or tp."""
     axes = [axis for axis in _idle(plan) if axis != "ep"]
     meshes = [axes[at : at + 3] for at in range(0, len(axes), 3)] or [[]]
     if "ep" in _idle(plan):
@@ -192,15 +212,19 @@ def _other_meshes(plan: Plan) -> str:
 
 
 def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
-    """Of what can be trained, what the oracles did not see. It stands on every output."""
+    """Return what the oracles did not cover of what Meshwright can train. Every output includes it.
+
+    Without it, "all is well" would be read as more than it says: a bug in the router's aux loss once passed, because no
+    config that was tried trains it.
+    """
     if plan.kind == WEIGHTS:
         return ["all but the loading of weights"]
-    unasked = [what for part in parts for what in part.untried]
+    unsupported = [what for part in parts for what in part.untried]
     return [
         *_untried_axes(plan),
         *_larger(plan),
         *_left_out(plan),
-        *unasked,
+        *unsupported,
         *_untried_experts(plan),
         *_untried_schedules(plan),
         *(["other ways of cp for a mixer (--context)"] if plan.axes.cp > 1 else []),
@@ -209,6 +233,7 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
 
 
 def _untried_options(plan: Plan) -> Iterator[str]:
+    """Yield the options that had their default in every run."""
     plain, runs = asdict(MemoryOptions()), [asdict(memory_of(plan, dtype)) for dtype in plan.options.dtypes]
     of_experts = () if plan.blueprint.balance.num_experts else ("token_once",)
     left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
@@ -217,15 +242,19 @@ def _untried_options(plan: Plan) -> Iterator[str]:
 
 
 def _untried_axes(plan: Plan) -> Iterator[str]:
+    """Yield the axes of size 1, with meshes that try them."""
     idle = _idle(plan)
     if plan.axes.world == 1:
         yield f"a mesh: one process was compared with itself (try {_other_meshes(plan)})"
     elif idle:
-        yield f"{', '.join(idle)}, of size 1 here (try {_other_meshes(plan)})"
+        yield f"{', '.join(idle)}, of size 1 on this mesh (try {_other_meshes(plan)})"
 
 
 def _larger(plan: Plan) -> Iterator[str]:
-    """Axes of size 2, where a mistake about ranks that are neither first nor last does not show."""
+    """Yield the axes of size 2 for which a larger size fits the model.
+
+    With two ranks each is the first or the last, so a mistake about a rank in the middle does not show.
+    """
     larger = {"pp": {"pp": 3}, "fsdp": {"fsdp": 4}, "cp": {"cp": 4}, "tp": {"tp": 4}, "ep": {"fsdp": 4, "ep": 4}}
     can = {
         axis: "--mesh " + ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -238,35 +267,37 @@ def _larger(plan: Plan) -> Iterator[str]:
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """By the options of this run."""
+    """Yield what the options of this run leave out."""
     options = plan.options
     if "float64" not in options.dtypes:
-        yield "the proof: that is float64, which --dtypes leaves out"
+        yield "the proof: float64, which --dtypes leaves out"
     if options.against != TRANSFORMERS:
-        yield "M1 and R1, that one process agrees with transformers (--against none)"
+        yield "M1 and R1, which compare one process with transformers (--against none)"
     elif options.recipe.head != "lm":
-        yield "the head beside transformers: M1 takes a language model"
+        yield "the head against transformers: M1 takes a language model"
     if plan.kind != FULL and options.state_dtype:
-        yield "O1, the updates of a plain AdamW, which rounds no moments (--state-dtype)"
+        yield "O1, because a plain AdamW does not round its state (--state-dtype)"
     if plan.kind != FULL and not in_blocks(plan.runs):
-        yield f"exports in 8 bits (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
+        yield f"exports in FP8 (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
-        yield from ["Q1, each product in 8 bits (--full)"] if options.recipe.fp8 else []
-        yield "these weights beside transformers: M1 takes a small random model of the family"
+        yield from ["Q1, each FP8 matmul (--full)"] if options.recipe.fp8 else []
+        yield "these weights against transformers: M1 takes a small random model of the family"
 
 
 def _untried_experts(plan: Plan) -> Iterator[str]:
+    """Yield what was not tried of experts: the aux loss is trained only if config.json says so."""
     balance = plan.blueprint.balance
     if balance.num_experts and not balance.coefficient:
         yield "the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)"
     elif balance.num_experts:
         yield from ['router_aux="previous"'] if plan.axes.pp == 1 else []  # a pipeline takes it, and refuses "pooled"
     elif plan.axes.ep > 1:
-        yield "ep, which changes nothing of a model without experts"
+        yield "ep, which changes nothing in a model without experts"
 
 
 def _untried_schedules(plan: Plan) -> Iterator[str]:
+    """Yield the pipeline schedules that were not tried, and the stages of a model that is too deep to shrink."""
     pipeline = plan.runs.recipe.pipeline
     if plan.axes.pp == 1:
         return
@@ -277,25 +308,30 @@ def _untried_schedules(plan: Plan) -> Iterator[str]:
 
 
 def cell(part: RunResult, row: str) -> str:
-    """ "": not asked. "-": not answered, since the run stopped before, or what it rests on is wrong."""
-    found = findings_of(part, row)
+    """Return the result of an oracle in a run.
+
+    "" if the run does not check it; "-" if it did not finish, since the run stopped or a check it depends on failed.
+    """
+    findings = findings_of(part, row)
     if row != RUN and row not in part.oracles:
         return ""
-    if found:
-        return f"FAILS ({len(found)})"
+    if findings:
+        return f"FAILS ({len(findings)})"
     return "pass" if row == RUN or row in part.ended else "-"
 
 
 def _styled(text: str) -> Text:
+    """Color a cell for the terminal."""
     return Text(text, style={"pass": "green", "-": "", "": ""}.get(text, "bold red"))
 
 
 def findings_of(part: RunResult, oracle: str) -> list[Finding]:
+    """Return the findings of an oracle in a run."""
     return [f for f in part.findings if f.oracle == oracle]
 
 
 def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> dict[str, Any]:
-    """`origin`: what made it, when, and by which command."""
+    """Return the result for a program. `origin`: versions, date and command line."""
     return {
         **origin,
         "model": model,
@@ -313,8 +349,8 @@ def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapp
                 "dtype": part.name,
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
-                "oracles": {row: _rows(part, row) for row in rows_asked([part])},
-                "margins": {row: [asdict(margin) for margin in margins_of(part, row)] for row in rows_asked([part])},
+                "oracles": {row: _rows(part, row) for row in rows_of([part])},
+                "margins": {row: [asdict(margin) for margin in margins_of(part, row)] for row in rows_of([part])},
             }
             for part in parts
         ],
@@ -322,7 +358,7 @@ def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapp
 
 
 def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
-    """None: it was not answered, since a rank stopped before or what it rests on is wrong."""
+    """Return the findings of an oracle; None if it did not finish (`cell` is "-")."""
     if cell(part, row) == "-":
         return None
     return [{"name": f.name, "what": f.what, "guess": f.guess} for f in findings_of(part, row)]
@@ -332,6 +368,8 @@ _MOST_FINDINGS = 50
 
 
 def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
+    """Return the HTML page: the verdict and the findings, above the plan of the real sizes."""
+    # The plan on the page is of the real model, whatever ran.
     work = work_of(plan.axes, None, plan.num_batches if plan.axes.pp > 1 else 1)
     figures = Figures(plan.model, plan.blueprint, plan.axes, work)
     title = f"{figures.name} on {figures.axes}"
@@ -339,6 +377,7 @@ def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str
 
 
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
+    """Yield the sections of the page about this run."""
     verdict, more = headline(plan, parts)
     well = not any(part.findings for part in parts)
     yield verdict_box(verdict, well, more, beginning(parts), unproven(plan, parts))
@@ -348,35 +387,38 @@ def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
 
 
 def _oracles(parts: Sequence[RunResult]) -> str:
+    """Return the table of oracles, with a column for each run."""
     names = [f"{part.name}, {part.seconds:.1f} s" for part in parts]
     rows = (
         [Cell(row, "name"), Cell(oracle_sentence(row), "sentence"), *(_result(part, row) for part in parts)]
-        for row in rows_asked(parts)
+        for row in rows_of(parts)
     )
     return table(["oracle", "holds if", *names], rows, "stacked oracles")
 
 
 def _result(part: RunResult, row: str) -> Cell:
-    """Of one oracle in one run, with what it compared, how far off the worst is, what is allowed, and where."""
+    """Return the cell of an oracle in a run, with its margins as a note."""
     text, figures = cell(part, row), "\n".join(map(str, margins_of(part, row)))
     return Cell(text, {"pass": "pass", "-": "", "": ""}.get(text, "fails"), note=figures if text == "pass" else "")
 
 
 def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
+    """Yield the notes and first findings of each run, and a fold with all findings where some are left out."""
     for part in parts:
         yield from (tag("p", f"{part.name}: {note}") for note in part.notes)
-        lines = lines_found(part, "all stand below")
+        lines = finding_lines(part, "all are listed below")
         yield from (_finding(part, line) for line in lines)
         if not {str(finding) for finding in part.findings} <= set(lines):
             yield details(f"All {len(part.findings)} findings of {part.name}", *_every_finding(part))
 
 
 def _every_finding(part: RunResult) -> Iterator[str]:
-    for row in rows_asked([part]):
-        found = findings_of(part, row)
-        yield from (_finding(part, str(finding)) for finding in found[:_MOST_FINDINGS])
-        if len(found) > _MOST_FINDINGS:
-            yield wrap("p", flowing(f"and {len(found) - _MOST_FINDINGS} more of {row}: --json has them all"))
+    """Yield all findings of a run, at most 50 per oracle, since one bug may cause hundreds."""
+    for row in rows_of([part]):
+        findings = findings_of(part, row)
+        yield from (_finding(part, str(finding)) for finding in findings[:_MOST_FINDINGS])
+        if len(findings) > _MOST_FINDINGS:
+            yield wrap("p", flowing(f"and {len(findings) - _MOST_FINDINGS} more of {row}: --json has them all"))
 
 
 def _finding(part: RunResult, line: str) -> str:
@@ -384,12 +426,13 @@ def _finding(part: RunResult, line: str) -> str:
 
 
 def _what_ran(plan: Plan) -> str:
+    """Say which model ran: the real one, or a small one in its place and what differs."""
     if plan.kind != SHRUNK:
-        return f"The model and its weights as they are, of {plan.blueprint.directory}."
+        return f"The real model and its weights, from {plan.blueprint.directory}."
     changed = [f"{name} {'unset' if was is None else was} → {now}" for name, (was, now) in shrunk(plan).items()]
     if not changed:
-        return "The model is small as it is; its weights were drawn."
+        return "The model is small already; its weights were drawn."
     return (
-        "The oracles ran on a small model of the same kinds of layers, heads, experts and files, its weights drawn: "
-        f"{', '.join(changed)}. All else on this page is of the model as it is."
+        "The oracles ran on a small model with the same kinds of layers, heads, experts and files, and random weights: "
+        f"{', '.join(changed)}. Everything else on this page is about the real model."
     )

@@ -1,4 +1,8 @@
-"""What oracles say: a finding where something is wrong, a margin where nothing is; on disk, so that none is lost."""
+"""Results of oracles: a finding for each thing that is wrong, a margin for each that is right.
+
+Every rank appends both to a file as soon as they are known. So what a rank measured survives its death, which is when a
+reader needs it most.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong. `what` are facts, `guess` is the likely cause, which may be another."""
+    """One thing that is wrong.
+
+    `name`: the parameter, key or collective. `what`: facts, with numbers. `guess`: the likely cause, which may be
+    mistaken where two mistakes give the same numbers; "" without one.
+    """
 
     oracle: str
-    name: str  # of the parameter, key or collective
+    name: str
     what: str
     guess: str = ""
 
@@ -24,18 +32,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Margin:
-    """How right something is: the worst of `count` things, what is allowed, and where it is."""
+    """How close a comparison came to its bound: the largest error of `count` values, the bound, and where it is.
+
+    A check that passes reports one too, so that "pass" never means "compared nothing".
+
+    `what`: the values that were compared. `worst`, `allowed`: the largest error and its bound; a bound of 0 means that
+    values must be equal.
+    """
 
     oracle: str
-    what: str  # the things that were compared
+    what: str
     count: int
     worst: float = 0.0
-    allowed: float = 0.0  # 0: they must be equal
+    allowed: float = 0.0
     where: str = ""
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """The largest error as a share of what is allowed; above 1 the check fails."""
         return self.worst / self.allowed if self.allowed else 0.0
 
     def __str__(self) -> str:
@@ -49,43 +63,47 @@ class Margin:
 
 @dataclass
 class Notes:
-    """Findings and margins of one rank. With a file, they are there as soon as they are known."""
+    """Findings and margins of one rank. With a file, each is written at once, as a line of JSON."""
 
     file: Path | None = None
     findings: list[Finding] = field(default_factory=list)
     margins: list[Margin] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)  # oracles that came to their end
+    ended: list[str] = field(default_factory=list)  # oracles that ran to completion
 
-    def found(self, oracle: str, findings: Iterable[Finding]) -> None:
-        """All that an oracle finds; then it has ended."""
+    def add_findings(self, oracle: str, findings: Iterable[Finding]) -> None:
+        """Run an oracle to its end and note its findings. Oracles are generators: one that raises has not ended."""
         for finding in findings:
             self.findings.append(finding)
-            self._tell("finding", asdict(finding))
+            self._write("finding", asdict(finding))
         if oracle and oracle not in self.ended:
             self.ended.append(oracle)
-            self._tell("ended", oracle)
+            self._write("ended", oracle)
 
     def add(self, others: Notes) -> None:
-        """What was noted elsewhere."""
+        """Include the notes of another run, such as those of one process."""
         for finding in others.findings:
-            self.found("", [finding])
+            self.add_findings("", [finding])
         for margin in others.margins:
-            self.measured(margin)
+            self.add_margin(margin)
         for oracle in others.ended:
-            self.found(oracle, [])
+            self.add_findings(oracle, [])
 
-    def measured(self, margin: Margin) -> None:
+    def add_margin(self, margin: Margin) -> None:
+        """Note how close a comparison came to its bound."""
         self.margins.append(margin)
-        self._tell("margin", asdict(margin))
+        self._write("margin", asdict(margin))
 
-    def _tell(self, kind: str, content: Any) -> None:
+    def _write(self, kind: str, content: Any) -> None:
         if self.file is not None:
             with self.file.open("a") as out:
                 out.write(json.dumps([kind, content]) + "\n")
 
 
 def read_notes(folder: Path) -> Notes:
-    """Of all ranks together, also of those that died: findings and margins that several ranks have, once."""
+    """Read the notes of all ranks, those that died among them.
+
+    A finding that several ranks share is kept once. Margins are merged: their counts add up over ranks.
+    """
     out = Notes()
     for file in sorted(folder.glob("*.notes")):
         for kind, content in _lines(file):
@@ -101,7 +119,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """A rank that was killed may have left half a line."""
+    """Parse the lines up to the first that is incomplete: a rank that was killed may have left half of one."""
     for line in file.read_text().splitlines():
         try:
             kind, content = json.loads(line)
@@ -111,7 +129,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def merged(margins: Iterable[Margin]) -> list[Margin]:
-    """One for each kind of things that an oracle compares: all of them counted, and the worst."""
+    """Merge the margins of each oracle that compare the same kind of value: counts add up, and the worst remains."""
     out: dict[tuple[str, str], Margin] = {}
     for margin in margins:
         kind = (margin.oracle, margin.what)

@@ -1,4 +1,12 @@
-"""Verify a model of the user on a mesh of the user: make a source, run one process, run the mesh, compare them."""
+"""Verify a user's model on a user's mesh: make a source, run one process, run the mesh, compare them.
+
+    plan      validates everything, with the real sizes
+    inspect   makes a small model, then for each dtype: one process, the mesh
+              then one process and transformers
+
+Each run is a set of forked processes: a failure, a hang or a death in one becomes a finding, and later runs go on. So
+this process never initialises a device or a process group.
+"""
 
 from __future__ import annotations
 
@@ -28,46 +36,51 @@ from ..optim.int8_state import BLOCK as STATE_BLOCK
 from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..recipe import MemoryOptions, Recipe
 from ..weights import of_table
-from .collective_checks import silent
-from .fp8_cost import price
+from .collective_checks import loading_findings
+from .fp8_cost import measure_fp8_cost
 from .local_ranks import run_ranks
 from .planted_bugs import bug, check_felt
 from .recorder import Recorder
-from .reference import Reference, Trial, refer
+from .reference import Reference, Trial, run_reference
 from .results import Finding, Margin, Notes, read_notes
 from .run_oracles import ORACLES, examine
 from .small_data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
 from .small_model import ODD, shrink
-from .transformers_oracles import ask_transformers
+from .transformers_oracles import compare_with_transformers
 from .transformers_peer import Document, Documents
 from .weight_checks import WeightCheck, check_weights, damaged_files, published_sums, strange_weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = {"float64": 3, "float32": 1, "bfloat16": 1}
 
-RUN = "RUN"  # the finding where a run stopped before its end
-WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
+RUN = "RUN"  # the finding of a run that stopped before its end
+WEIGHTS = "weights"  # a run that only loads the model unchanged and compares its bytes
 FULL, SHRUNK = "full", "shrunk"
-TRANSFORMERS = "transformers"  # the run that compares one process with it
-IN_BLOCKS = "tiny-qwen3-moe-fp8"  # has whole blocks
-_TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
-_OF_PEER = ("M1", "R1")  # oracles that have a run of their own
-FP8 = "fp8"  # the run that says what FP8 matmuls cost
+TRANSFORMERS = "transformers"  # the run that compares one process with transformers
+IN_BLOCKS = "tiny-qwen3-moe-fp8"  # a tiny model whose matrices have whole blocks of 128
+_TINY = 100_000  # elements of a model for which the small part sizes were chosen
+_OF_PEER = ("M1", "R1")  # oracles that have a separate run
+FP8 = "fp8"  # the run that measures what FP8 matmuls cost
 
 
 @dataclass(frozen=True)
 class Options:
-    """What of a model is to be tried, and how."""
+    """What to try of a model, and how: the options of `meshwright verify`.
+
+    `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
+    `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to
+    see an oracle catch it. `state_dtype`: of the optimizer state.
+    """
 
     recipe: Recipe = Recipe()
     dtypes: Sequence[str] = tuple(DTYPES)
-    kind: str = SHRUNK  # or FULL, or WEIGHTS
+    kind: str = SHRUNK
     device: str = "cpu"
-    seconds: float = 600.0  # that one run may take
-    against: str = TRANSFORMERS  # or "none"
-    seed: int = 0  # of weights and data
-    plant: str = ""  # a bug in the ranks of the mesh, to see it found
-    state_dtype: torch.dtype | None = None  # of moments
+    seconds: float = 600.0
+    against: str = TRANSFORMERS
+    seed: int = 0
+    plant: str = ""
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -81,11 +94,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tried. Made by `plan`, which refuses what cannot be."""
+    """A validated request. `plan` makes it, and refuses what cannot run.
 
-    model: str  # as the user names it
-    blueprint: Blueprint  # in its real sizes
-    runs: Blueprint  # what runs in its place: small, or the same
+    `model`: the name that the user gave. `blueprint`: the model with its real sizes. `runs`: the model that runs, which
+    is a small one or the same.
+    """
+
+    model: str
+    blueprint: Blueprint
+    runs: Blueprint
     axes: Axes
     options: Options
 
@@ -95,8 +112,8 @@ class Plan:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of a step. In a pipeline so many that each rank works forth and back in turn; with a tower
-        one in which nobody has pictures."""
+        """The number of micro-batches of a step. A pipeline takes enough that each rank reaches the steady state of
+        1F1B (arXiv:2104.04473), and a vision tower at least three, so that in one no data rank has pictures."""
         return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
 
     @property
@@ -107,25 +124,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What was found in one run. `name`: its dtype, or WEIGHTS, or TRANSFORMERS."""
+    """The result of one run. `name`: its dtype, or WEIGHTS, TRANSFORMERS or FP8.
+
+    `oracles`: those that this run checks. `ended`: those that ran to completion, fewer if a rank stopped. `untried`:
+    what it could not check, and why.
+    """
 
     name: str
     seconds: float
     findings: Sequence[Finding]
-    oracles: Sequence[str] = tuple(ORACLES)  # what was asked
+    oracles: Sequence[str] = tuple(ORACLES)
     notes: Sequence[str] = ()
     margins: Sequence[Margin] = ()
-    ended: Sequence[str] = tuple(ORACLES)  # what was answered, if a rank stopped before the end
-    untried: Sequence[str] = ()  # what it could not ask, and why
+    ended: Sequence[str] = tuple(ORACLES)
+    untried: Sequence[str] = ()
 
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
-    """Everything that can be refused is refused here, before any process starts."""
+    """Validate a request: everything that can be refused is refused before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
-    runs = blueprint = find(model, options.recipe, weights=False, say=say)
+    runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far
     optimizer = AdamW(state_dtype=options.state_dtype)
+    # The real sizes first: a small model might fit a mesh that the real one does not.
     check_layout(blueprint, axes, 2 * axes.pp, optimizer)
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
@@ -135,14 +157,17 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
-    if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
+    if options.kind != SHRUNK:  # only after all checks: it may download many gigabytes
         runs = blueprint = find(model, options.recipe, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
 
 
 def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
-    """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
-    stages end elsewhere than those of a deep model."""
+    """Return a small model of the same kind, of odd width where the family and the device allow it.
+
+    Odd sizes leave remainders in every cut. Some families want heads to divide the width, and kernels of devices want
+    rows of whole 16 bytes; FP8 and 8-bit state want whole blocks.
+    """
     stages = of_all.recipe.pipeline.stages
     num_stages = axes.pp * stages if axes.pp > 1 else 1
     block = BLOCK if options.recipe.fp8 else STATE_BLOCK if options.state_dtype == torch.uint8 else 0
@@ -154,58 +179,65 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
 
 
 def _in_place_of(of_all: Blueprint, config: Mapping[str, Any]) -> Blueprint:
-    """Run a small model as the large one is run. It lacks layers, which patterns and `ends` may name."""
+    """Return the blueprint of a small model with the options of the large one, up to those that name layers: the small
+    one has too few for `ends` and for the patterns of `fp8_skip`."""
     pipeline = replace(of_all.recipe.pipeline, ends=None)
     small = Blueprint.of(config, None, replace(of_all.recipe, pipeline=pipeline, fp8=None, fp8_skip=()))
     if not of_all.spec.fp8:
         return small
-    low = of_all.spec.fp8 & small.table.params.keys()
-    out = [param.name for param in small.table if param.low and param.name not in low]
-    return Blueprint.of(config, None, replace(small.recipe, fp8="block", fp8_skip=out))
+    in_fp8 = of_all.spec.fp8 & small.table.params.keys()
+    skipped = [param.name for param in small.table if param.low and param.name not in in_fp8]
+    return Blueprint.of(config, None, replace(small.recipe, fp8="block", fp8_skip=skipped))
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
-    """Run it. `say` is told what is going on."""
+    """Run a plan, and return the result of each of its runs. `say` receives a line of progress before each."""
     if plan.kind == WEIGHTS:
         return [_compare_weights(plan, say)]
     with quiet(), tempfile.TemporaryDirectory() as folder:
         source = make_source(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
-        runs += [_price(plan, source, say)] if plan.options.recipe.fp8 and plan.kind == FULL else []
-        return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
+        runs += [_run_fp8_cost(plan, source, say)] if plan.options.recipe.fp8 and plan.kind == FULL else []
+        return runs + ([_run_transformers(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
 
 
-def _price(plan: Plan, source: Path, say: Say) -> RunResult:
+def _run_fp8_cost(plan: Plan, source: Path, say: Say) -> RunResult:
+    """Run P1: the real weights on one process, with and without FP8 matmuls."""
     began, low = time.monotonic(), trial_of(plan, "bfloat16", source)
-    say("fp8: one process beside itself in bfloat16")
+    say("fp8: one process, compared with itself in bfloat16")
     try:
-        notes, told = run_ranks(1, price, low.with_options(fp8=None, fp8_skip=()), low, seconds=plan.options.seconds)[0]
+        notes, lines = run_ranks(
+            1, measure_fp8_cost, low.with_options(fp8=None, fp8_skip=()), low, seconds=plan.options.seconds
+        )[0]
     except RankError as error:
         return RunResult(FP8, time.monotonic() - began, [_stopped(1, error)], ("P1",), ended=())
-    return RunResult(FP8, time.monotonic() - began, notes.findings, ("P1",), told, notes.margins)
+    return RunResult(FP8, time.monotonic() - began, notes.findings, ("P1",), lines, notes.margins)
 
 
-def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """M1 and R1 ask of the family alone, so a small model of it is enough, whatever is tried: a language model, with
-    the tower if that is tried."""
+def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
+    """Run M1 and R1. They check the family, not the weights, so they always take a small language model of it, with
+    the vision tower if that is tried."""
     began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
-    say("transformers: one process of ours beside its model")
+    say("transformers: one process of ours, compared with its model")
     try:
         made = run_ranks(1, _make_peers, config, plan.runs.tower, folder / "peers", options.seed,
                          seconds=options.seconds)  # fmt: skip
         layouts, vision = made[0]
         steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
         sources = [folder / "peers" / layout for layout in layouts]
-        notes, why_not = run_ranks(1, ask_transformers, sources, steps, options.device, seconds=options.seconds)[0]
+        notes, why_not = run_ranks(
+            1, compare_with_transformers, sources, steps, options.device, seconds=options.seconds
+        )[0]
     except RankError as error:
         return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], _OF_PEER, ended=())
     seconds = time.monotonic() - began
     if why_not:
-        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, since {why_not}"])
+        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, because {why_not}"])
     return RunResult(TRANSFORMERS, seconds, notes.findings, _OF_PEER, (), notes.margins, notes.ended)
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
+    """Return the config of the small model that is compared with transformers: of the text alone without a tower."""
     config = dict(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
     # transformers gives the embedding of a padding token no gradient, unlike any other
     text = {**text_config(config), "pad_token_id": None}
@@ -213,7 +245,7 @@ def _config_of_peers(plan: Plan) -> dict[str, Any]:
 
 
 def make_source(plan: Plan, folder: Path, say: Say) -> Path:
-    """The directory that is tried: the user's, or a small model that is made in `folder`."""
+    """Return the source to try: the user's directory, or a small model that is written to `folder`."""
     if plan.kind == FULL:
         return plan.directory
     source = folder / "model"
@@ -223,12 +255,13 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
 
 
 def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
+    """Return the trial of a run: the plan's model, mesh and options with the data and steps that its dtype gets."""
     share = plan.axes.tp * plan.axes.cp
-    length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
+    length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # tp x cp must divide a batch
     head, small = plan.runs.head, plan.kind == SHRUNK
     special = (few, long) if small else (0, 0)
     pp = plan.axes.pp
-    groups = pp if plan.runs.recipe.pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
+    groups = pp if plan.runs.recipe.pipeline.stages > 1 else 1  # interleaved stages take micro-batches in groups of pp
     data = Data(
         plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
         num_special=groups, vision=vision_of(plan.runs),
@@ -245,89 +278,97 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
 
 
 def _small_parts(plan: Plan, dtype: str) -> int:
-    """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
+    """Return a factor of the part sizes with which they split the model a few times. 0 in float32: sizes of real runs,
+    so that both are tried."""
     num = sum(param.numel for param in plan.runs.table)
     return 0 if dtype == "float32" else max(1, num // _TINY)
 
 
 def memory_of(plan: Plan, dtype: str) -> MemoryOptions:
-    """Return the options of a run. Where none are given, float32 tries two that change what a step does."""
+    """Return the memory options of a run. If the user passes none, float32 tries two that change how a step runs."""
     if plan.options.recipe.memory == MemoryOptions() and dtype == "float32" and plan.kind == SHRUNK:
         return MemoryOptions(recompute="selective", sum_once=True)
     return plan.options.recipe.memory
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
-    """Patterns of all but the matrices in formats that are only read."""
+    """Return patterns of the parameters that can be trained: not those in formats that are only read."""
     frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
     return [name for name in blueprint.table.params if name not in frozen] if frozen else ("**",)
 
 
 def vision_of(blueprint: Blueprint) -> Vision | None:
+    """Return what data needs to know of the vision tower; None without one."""
     tower = blueprint.module.tower
     return None if tower is None else Vision(tower.ids[0], tower.ids[1], tower.shape.pixels.num)
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
+    """Run one process, then the mesh, in one dtype. A run that stops is a finding; what ranks had noted remains."""
     began, trial, seconds = time.monotonic(), trial_of(plan, dtype, source), plan.options.seconds
-    num, stopped, told = 1, list[Finding](), folder / f"{dtype} notes"
-    told.mkdir()
+    num, stopped, notes_dir = 1, list[Finding](), folder / f"{dtype} notes"
+    notes_dir.mkdir()
     try:
         say(f"{dtype}: one process")
-        reference = run_ranks(num, refer, trial, seconds=seconds)[0]
+        reference = run_ranks(num, run_reference, trial, seconds=seconds)[0]
         num = plan.axes.world
         say(f"{dtype}: {counted(num, 'rank')}, {plan.axes}")
-        run_ranks(num, _examine, plan, trial, reference, told, seconds=seconds)
+        run_ranks(num, _examine, plan, trial, reference, notes_dir, seconds=seconds)
     except RankError as error:
         stopped = [_stopped(num, error)]
-    notes, asked = read_notes(told), asked_of(trial)
-    ended = [oracle for oracle in asked if oracle in notes.ended]
+    notes, oracles = read_notes(notes_dir), oracles_of(trial)
+    ended = [oracle for oracle in oracles if oracle in notes.ended]
     findings = [*stopped, *notes.findings]
-    said = [f"with {given}"] if (given := given_to(trial)) else []
-    return RunResult(dtype, time.monotonic() - began, findings, asked, said, notes.margins, ended)
+    lines = [f"with {options}"] if (options := options_of(trial)) else []
+    return RunResult(dtype, time.monotonic() - began, findings, oracles, lines, notes.margins, ended)
 
 
-def given_to(trial: Trial) -> str:
+def options_of(trial: Trial) -> str:
     """Return the options that differ from the defaults, as `mw.MemoryOptions` and `mw.Engine` take them."""
-    given, plain = asdict(trial.recipe.memory), asdict(MemoryOptions())
-    texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
+    options, plain = asdict(trial.recipe.memory), asdict(MemoryOptions())
+    texts = [f"{name}={value!r}" for name, value in options.items() if value != plain[name]]
     state = trial.optimizer.state_dtype
     return ", ".join([*texts, *([f"state_dtype={state}"] if state else [])])
 
 
-def asked_of(trial: Trial) -> list[str]:
-    """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
-    asked = {
-        "O1": trial.adds_up, "E2": trial.exports, "H1": trial.has_entropy, "Q1": trial.asks_products,
-        "P1": False, **dict.fromkeys(_OF_PEER, False),
+def oracles_of(trial: Trial) -> list[str]:
+    """Return the oracles that a trial runs. M1, R1 and P1 have separate runs."""
+    optional = {
+        "O1": trial.checks_updates, "E2": trial.checks_exports, "H1": trial.checks_entropy,
+        "Q1": trial.checks_fp8_matmuls, "P1": False, **dict.fromkeys(_OF_PEER, False),
     }  # fmt: skip
-    return [oracle for oracle in ORACLES if asked.get(oracle, True)]
+    return [oracle for oracle in ORACLES if optional.get(oracle, True)]
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:
+    """Return the finding of a run that a rank stopped, with the ranks' last lines."""
     return Finding(RUN, "one process" if num_ranks == 1 else counted(num_ranks, "rank"), f"it stopped\n{error}")
 
 
 def mesh_of(plan: Plan) -> Mesh:
+    """Return the mesh of a plan, on a rank of it."""
     seconds = plan.options.seconds
-    # with WEIGHTS a rank may have to wait until the slowest has read its part
-    patience = seconds if plan.kind == WEIGHTS else min(seconds, 60.0)
-    return Mesh(**asdict(plan.axes), device=plan.options.device, timeout_s=patience)
+    # collectives time out sooner than the run, so that an error names the door; but with WEIGHTS a rank may wait for
+    # the slowest reader
+    timeout_s = seconds if plan.kind == WEIGHTS else min(seconds, 60.0)
+    return Mesh(**asdict(plan.axes), device=plan.options.device, timeout_s=timeout_s)
 
 
-def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None:
+def _examine(plan: Plan, trial: Trial, reference: Reference, notes_dir: Path) -> None:
     mesh = mesh_of(plan)
     store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
     _plant(plan)
-    examine(trial, reference, mesh, store, Notes(told / f"{mesh.rank}.notes"))
+    examine(trial, reference, mesh, store, Notes(notes_dir / f"{mesh.rank}.notes"))
 
 
 def _plant(plan: Plan) -> None:
+    """Plant the bug that the user chose, in this rank."""
     if plan.options.plant:
         bug(plan.options.plant).plant()
 
 
 def _compare_weights(plan: Plan, say: Say) -> RunResult:
+    """Load the real weights on the mesh and compare their bytes with the files, and the files with the hub."""
     began, num = time.monotonic(), plan.axes.world
     say(f"{plan.directory}: loading on {counted(num, 'rank')}, {plan.axes}, then comparing")
     try:
@@ -335,38 +376,45 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     except RankError as error:
         return RunResult(WEIGHTS, time.monotonic() - began, [_stopped(num, error)], ("L1", "W1"))
     check: WeightCheck = ranks[0][1]
-    found = [finding for of_rank, _ in ranks for finding in of_rank]
-    found += [Finding("W1", d.name, str(d)) for d in check.differences]
+    findings = [finding for of_rank, _ in ranks for finding in of_rank]
+    findings += [Finding("W1", d.name, str(d)) for d in check.differences]
     files = plan.blueprint.keymap.files
     sums = published_sums(plan.directory, files)
     say(f"sha256 of {counted(len(sums), 'file')} that the hub's cache knows")
-    found += damaged_files(plan.directory, sums)
+    findings += damaged_files(plan.directory, sums)
     notes = [f"{counted(check.num_differences, 'box', 'boxes')} differ; an element that two ranks store counts twice"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     if len(sums) < len(files):
-        notes.append(f"the published sha256 of {counted(len(files) - len(sums), 'file')} is not known here")
+        notes.append(f"the published sha256 of {counted(len(files) - len(sums), 'file')} is not known")
     margins = [Margin("L1", "collectives", 0), Margin("W1", "elements of all ranks", check.num_elements)]
     margins += [Margin("W1", "files with the hub's sha256", len(sums))] if sums else []
-    return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes, margins)
+    return RunResult(WEIGHTS, time.monotonic() - began, findings, ("L1", "W1"), notes, margins)
 
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
+    """Load the real weights on a rank and compare them. -> findings of this rank, the comparison of all ranks"""
+    # Trained parameters are stored in float32, which would round files of float64; bytes are compared, so load those
+    # in float64.
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
     dtype, train, mesh = torch.float64 if wide else None, trainable(plan.blueprint), mesh_of(plan)
     recipe = plan.options.recipe.plain(dtype=dtype, train=train)
     _plant(plan)
     with Recorder() as recorder:
         model = load(plan.directory, mesh, **vars(recipe))
-    return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
+    return [*loading_findings(recorder.collectives), *strange_weights(model)], check_weights(model)
 
 
 def _make(plan: Plan, at: Path) -> None:
+    """Write the small model in bfloat16, its experts spelled like those of the user's files."""
     options, choice = plan.options, plan.blueprint.keymap.choice
     _write(at, plan.runs, choice, torch.bfloat16, options.seed)
 
 
 def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int) -> tuple[list[str], Vision | None]:
-    """In every layout that files of experts have; first in the one that transformers' parameters have."""
+    """Write one small model in every layout that files of experts have, first the one that transformers' modules use.
+
+    -> the layouts, and what data needs to know of the vision tower
+    """
     blueprint = Blueprint.of(config, None, Recipe(tower=tower))
     layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
     for layout in layouts:
@@ -375,8 +423,11 @@ def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int)
 
 
 def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, list[Documents]]:
-    """What M1 is asked of, by its name in findings. The long document has the first and the last word, too. Pictures
-    are in the first micro-batch and in the long document, and none in few tokens."""
+    """Return the data of M1, by its name in findings.
+
+    The long document has the first and the last word of the vocabulary too. The first micro-batch and the long document
+    have pictures, the step of few tokens has none.
+    """
     data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)
     longest = _documents(data, LONG_STEP)[0][0]
     long = [[Document([0, *longest.tokens, vocab - 1], longest.pictures)]]
@@ -386,22 +437,27 @@ def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, l
 
 
 def _documents(data: Data, step: int) -> list[Documents]:
+    """Return the documents of each micro-batch of data rank 0, with their pictures."""
     both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
     return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
 
 
 def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:
-    """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
+    """Write files with random weights. None keeps an initial value such as 0 or 1, which would hide a mistake: a norm
+    of all ones looks right in any order."""
     recipe = at.with_name(f"{at.name}'s recipe")
     recipe.mkdir(parents=True)
     plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
     (recipe / "config.json").write_text(json.dumps(plain))
     model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
+    # `init` draws as training would; add noise to what it leaves constant, such as norms.
     g = torch.Generator().manual_seed(seed + 1)
     for name, stored in model.stored().items():
         stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)
-        if model.table[name].init.kind == "log_uniform":  # a decay: every other head remembers for long
+        if (
+            model.table[name].init.kind == "log_uniform"
+        ):  # a decay of the delta net: lets every other head remember for long
             stored.view(-1)[::2] = -4.6
     choice = {group: name for group, name in choice.items() if group in model.table.groups}
-    model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # as files are spelled
+    model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # the layout of the files
     export(model, at)

@@ -1,8 +1,11 @@
-"""Data to try a mesh with: documents of 1, 2, 3 and more tokens, other ones on every data rank, a tail of filler.
+"""Data for trials: documents of 1, 2, 3 and more tokens, different on every data rank, and padding at the end.
 
-What they are chosen for: on each data rank one document crosses the 64 tokens that a delta rule solves at once. On data
-rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A step of few
-tokens leaves experts with one row or none. A long stream has more tokens than the loss takes at once.
+Each size has a reason. On each data rank one document crosses the 64 tokens that the delta rule solves at
+once. On data rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A
+step of few tokens leaves experts with one row or none. A long stream has more tokens than the loss takes at once.
+
+Two gaps of earlier data explain the rest. With streams of 40 tokens no test crossed a chunk of the delta rule. And with
+pictures in the last micro-batch of every step, gradients of a vision tower that replicas never reduced went unnoticed.
 """
 
 from __future__ import annotations
@@ -23,51 +26,54 @@ _FEW_SIZES = [[2, 1, 3], [1, 4], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 
 
-Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and how many in time, height and width
+Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and their number in time, height and width
 Pictures = list[Picture]  # of a document
 
 
 @dataclass(frozen=True)
 class Vision:
-    """Of a model that sees: the tokens that stand for a picture and for a video, and the numbers of a patch."""
+    """What data must know of a vision tower: the placeholder tokens, and how many values a patch has."""
 
     picture: int
     video: int
     numbers: int
 
 
-# Of documents in turn: words (a number of them), and pictures in time, height and width. Some touch, some are first or
-# last, two have as many places in other sizes, and a video has words between its slices.
-_SEEN: list[list[int | tuple[int, int, int]]] = [
+# Patterns of documents, in turn: a number of words, or a picture's size in time, height and width. Some pictures touch,
+# some are first or last, two have equally many placeholders in other shapes, and a video has words between its slices.
+_PATTERNS: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
 ]
-# The same, but none touch: transformers takes those for one picture. A video stands before pictures, too.
+# For transformers, which takes pictures that touch for one: none do. A video also comes before pictures.
 _APART: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), 1, (1, 4, 2), 2, (2, 2, 4), 3, (1, 2, 2)],
 ]
-_LEAST = 28  # tokens of a document that has pictures
+_LEAST = 28  # tokens of a document that gets pictures
 
 
 @dataclass(frozen=True)
 class Data:
-    """Micro-batches of unequal numbers of targets; every other one has weights. `Data(...)(data_rank, step)`.
+    """Micro-batches with different numbers of targets; every other one has weights. Call `Data(...)(data_rank, step)`.
 
-    With `few` and `long`, `FEW_STEP` and `LONG_STEP` have micro-batches of these lengths: one each, or `num_special`,
-    where a pipeline takes no fewer.
+    With `few` and `long`, the steps `FEW_STEP` and `LONG_STEP` have micro-batches of these lengths: one each, or
+    `num_special`, where a pipeline takes no fewer. Everything is drawn from seeds, so all ranks and one process can
+    compute the data of any rank.
+
+    `target`: for a value head. `apart`: no pictures touch.
     """
 
     num: int = 2
     length: int = LENGTH
     vocab: int = 131
-    target: bool = False  # for a value head
+    target: bool = False
     few: int = 0
     long: int = 0
     seed: int = 0
     num_special: int = 1
     vision: Vision | None = None
-    apart: bool = False  # no pictures touch
+    apart: bool = False
 
     def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
         out = []
@@ -76,16 +82,17 @@ class Data:
             fields = {"target": [torch.randn(len(d), generator=g) for d in documents]} if self.target else {}
             if number % 2:
                 fields["weight"] = [0.5 + torch.rand(len(d), generator=g) for d in documents]
-            seen = self._seeing(documents, self.pictures(data_rank, step)[number])
-            out.append(pack(documents, length=self._special(step) or self.length, fields=fields, **seen))
+            images = self._images(documents, self.pictures(data_rank, step)[number])
+            out.append(pack(documents, length=self._special(step) or self.length, fields=fields, **images))
         return out
 
-    def _seeing(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
+    def _images(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
+        """Return the arguments of `pack` for pictures; none where no document has some."""
         ids = (self.vision.picture, self.vision.video) if self.vision else ()
         return {"images": pictures, "placeholders": ids} if ids and any(pictures) else {}
 
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
-        """Of each micro-batch."""
+        """Return the tokens of the documents of each micro-batch."""
         out, special = [], self._special(step)
         for number in range(self.num_special if special else self.num):
             g = self._generator(data_rank, step, number)
@@ -97,19 +104,22 @@ class Data:
         return out
 
     def pictures(self, data_rank: int, step: int = 0) -> list[list[Pictures]]:
-        """Of each document of each micro-batch."""
+        """Return the pictures of each document of each micro-batch."""
         out = []
         for number, documents in enumerate(self.documents(data_rank, step)):
             g = self._generator(data_rank, step, number + 25)
             sizes = [self._sizes(len(d), at, data_rank, number, step) for at, d in enumerate(documents)]
-            as_bytes = number % 2 == 0 and step != LONG_STEP  # a processor may give either
+            as_bytes = number % 2 == 0 and step != LONG_STEP  # a processor may return either
             out.append([[(self._patches(size, g, as_bytes), size) for size in of_doc] for of_doc in sizes])
         return out
 
     def sees(self, data_rank: int, number: int, step: int) -> bool:
-        """Nobody in a step of few tokens, one data rank in a long one; else all in the first micro-batch, and in the
-        others every other data rank: none, if there is but one. Of three or more nobody in the last: what replicas sum
-        there alone, they would not sum of a tower."""
+        """Return whether a data rank has pictures in a micro-batch.
+
+        In a step of few tokens none has, in a long one data rank 0 has. Else all have some in the first micro-batch,
+        and every other data rank in the next ones. Of three or more micro-batches the last has none: if replicas
+        reduced gradients in that one alone, those of the tower would be left out.
+        """
         if self.vision is None or step == FEW_STEP:
             return False
         if step == LONG_STEP:
@@ -117,21 +127,21 @@ class Data:
         return number == 0 or (data_rank % 2 == 1 and (self.num < 3 or number < self.num - 1))
 
     def _parts(self, size: int, at: int, *where: int) -> list[int | tuple[int, int, int]]:
-        patterns = _APART if self.apart else _SEEN
+        patterns = _APART if self.apart else _PATTERNS
         return patterns[at % len(patterns)] if size >= _LEAST and self.sees(*where) else []
 
     def _sizes(self, size: int, at: int, *where: int) -> list[tuple[int, int, int]]:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
 
     def _patches(self, size: tuple[int, int, int], g: torch.Generator, as_bytes: bool) -> Tensor:
-        assert self.vision is not None, "only a model that sees has pictures"
+        assert self.vision is not None, "only a model with a vision tower has pictures"
         shape = (size[0] * size[1] * size[2], self.vision.numbers)
         if as_bytes:  # as `meshwright train` reads pictures
             return torch.randint(256, shape, generator=g, dtype=torch.uint8)
         return torch.randn(shape, generator=g)
 
     def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
-        """Places of pictures among the words, of which none looks like one."""
+        """Put the placeholders of pictures among the words, and replace words that look like one."""
         if self.vision is None:
             return words
         ids, tokens = (self.vision.picture, self.vision.video), list[int]()
@@ -144,28 +154,30 @@ class Data:
             time, height, width = part
             for number in range(time):
                 tokens += words[len(tokens) : len(tokens) + (number > 0)]
-                tokens += [ids[time > 1]] * (height * width // 4)
+                tokens += [ids[time > 1]] * (height * width // 4)  # the merger joins 2 x 2 patches into a token
         return tokens + words[len(tokens) :]
 
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
-        """Of each micro-batch, reckoned here: the next token of the same document. `pack` must find the same."""
+        """Compute the labels of each micro-batch independently of `pack`: the next token of the same document."""
         ids = {self.vision.picture, self.vision.video} if self.vision else set[int]()
         return [labels_of(documents, ids) for documents in self.documents(data_rank, step)]
 
     def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:
-        """Where documents begin and end, without filler."""
+        """Return where documents begin and end in each micro-batch, without padding."""
         return [list(accumulate(map(len, ds), initial=0)) for ds in self.documents(data_rank, step)]
 
     def _special(self, step: int) -> int:
-        """The length of a step that differs from the others, else 0."""
+        """Return the length of a step that differs from the others, else 0."""
         return {FEW_STEP: self.few, LONG_STEP: self.long}.get(step, 0)
 
     def _generator(self, data_rank: int, step: int, number: int) -> torch.Generator:
+        """Return a generator for some micro-batch. All steps but the special ones have the same data."""
         at = 10_007 * step if self._special(step) else 0
         return torch.Generator().manual_seed(1_000_003 * self.seed + at + 100 * data_rank + number)
 
 
 def labels_of(documents: list[list[int]], places: set[int]) -> Tensor:
+    """Return the labels of documents. Placeholders neither have labels nor are any. `places`: their tokens."""
     flat: list[int] = []
     for document in documents:
         for token, after in zip(document, [*document[1:], IGNORE], strict=True):
@@ -176,5 +188,5 @@ def labels_of(documents: list[list[int]], places: set[int]) -> Tensor:
 def ragged(
     data_rank: int, *, num: int = 2, length: int = LENGTH, vocab: int = 131, target: bool = False
 ) -> list[Batch]:
-    """The micro-batches of a data rank."""
+    """Return the micro-batches of a data rank."""
     return Data(num, length, vocab, target)(data_rank)

@@ -1,4 +1,8 @@
-"""A small model like a given one: the same kinds of layers, heads, experts and files, but narrow, shallow and odd."""
+"""Shrink a model: the same kinds of layers, heads, experts and files, but narrow, shallow and of odd sizes.
+
+What a mesh does to a model depends on counts and kinds, which stay. Sizes only have to be divided, and odd ones leave a
+remainder in every cut, where mistakes are made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-_WIDTH, ODD = 36, 37
+_WIDTH, ODD = 36, 37  # of hidden states: rounded up to a multiple of the heads, or odd where the family allows it
 _WIDTHS = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
@@ -18,23 +22,31 @@ _WIDTHS = {
 
 
 def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
-    """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
-    can have. `block`: in the sides of matrices, as many of it as tp cuts."""
+    """Return a config with small widths and depth. Head counts, experts and everything else stay.
+
+    `width`: of the hidden states; 0: one that every family can have. `num_stages`: of the pipeline. `block`: makes the
+    sides of matrices multiples of it, enough for each tp rank.
+    """
     if "text_config" not in config:
         return _in_blocks(_shrink(config, tp, width, num_stages), tp, block)
+    # The first num_taps layers of the text take features of the vision tower, all in the first stage.
     num_taps = _num_taps(config)
     text = _in_blocks(_shrink(config["text_config"], tp, width, num_stages, num_taps + 1), tp, block)
     text = _with_sections(text)
     small = {**config, "text_config": text}
     if config.get("vision_config"):
         small |= {"vision_config": _shrink_tower(config["vision_config"], text["hidden_size"], num_taps)}
-        # words of the small vocabulary
+        # placeholders must be words of the small vocabulary
         small |= {f"{name}_token_id": text["vocab_size"] - 5 - at for at, name in enumerate(("image", "video"))}
     return small
 
 
 def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
-    """Heads and experts of one block, MLPs of one a rank, and two or more in the width."""
+    """Make heads and experts one block wide, MLPs one per tp rank, and hidden states two or more.
+
+    FP8 and 8-bit optimizer state work on whole blocks, which a mesh must not cut. Two blocks in a row are the least
+    that show a scale of the wrong block.
+    """
     if not block:
         return text
     step = lcm(text["num_attention_heads"], block)
@@ -44,13 +56,14 @@ def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
 
 
 def _num_taps(config: Json) -> int:
-    """How many layers of the text take what the tower sees on its way."""
+    """Count the layers of the text that take features from inside the vision tower (DeepStack in Qwen3-VL)."""
     taps = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
     return 3 if taps is None and str(config.get("model_type")).startswith("qwen3_vl") else len(taps or ())
 
 
 def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
-    """Heads of 8 dims, a table that some pictures are larger than, and blocks behind the last that is tapped."""
+    """Return a vision config with heads of 8 dims, two blocks more than are tapped, and a position table of 3 x 3, so
+    that some pictures are larger than the table and need interpolation."""
     heads = vision.get("num_heads") or vision.get("num_attention_heads") or 16
     return {
         **vision, "num_heads": heads, "hidden_size": 8 * heads, "intermediate_size": 21, "depth": num_taps + 2,
@@ -60,7 +73,10 @@ def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
 
 
 def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
-    """Heads of which 3 frequencies or more are rotated, so that time, height and width have each one."""
+    """Divide the rotated frequencies of a head among time, height and width (M-RoPE), each at least one.
+
+    A head that rotates only a quarter of its dims is widened to 24, which has three rotated frequencies.
+    """
     group = next((name for name in ("rope_scaling", "rope_parameters") if text.get(name)), None)
     rope = text.get(group or "") or {}
     if "mrope_section" not in rope and "linear_key_head_dim" not in text:
@@ -75,18 +91,19 @@ def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
     return {**text, "rope_parameters": {"rope_type": "default", "mrope_section": sections}}
 
 
-def _shrink(text: Json, tp: int, width: int, num_stages: int, first: int = 1) -> dict[str, Any]:
+def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) -> dict[str, Any]:
+    """Return a small config of a text model. `extra`: the least number of layers beyond one per stage."""
     out = dict(text)
     out.update({name: width for name, width in _WIDTHS.items() if name in out})
     out["vocab_size"] = _uneven(131, tp)
     if "intermediate_size" in out:
-        out["intermediate_size"] = (43 // tp | 1) * tp  # of each rank an odd number
+        out["intermediate_size"] = (43 // tp | 1) * tp  # odd on each rank
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as models/rope_config.py
     whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
     out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
-    depth = _depth(text, num_stages + first)
+    depth = _depth(text, num_stages + extra)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):
         out["layer_types"] = list(text["layer_types"])[:depth]
@@ -96,18 +113,22 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int, first: int = 1) ->
 
 
 def _uneven(width: int, tp: int) -> int:
-    """About `width`, so that every rank has something, and the last rank less than the others."""
+    """Return about `width`, such that the slice of the last rank is not empty but shorter than the others.
+
+    The vocabulary is the only dim that tp may cut unevenly.
+    """
     return -(-width // tp) * tp - 1 if tp > 1 else width
 
 
 def _depth(text: Json, least: int) -> int:
-    """As many of the first layers as hold every kind that the model has, and at least so many: a pipeline has a stage
-    of more than one."""
+    """Return a depth that holds every kind of layer of the model, and at least `least`, so that a pipeline has a stage
+    of more than one layer."""
     kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
     return min(len(kinds), max(least, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def _kind(text: Json, layer: int) -> tuple[object, bool]:
+    """Return the kind of a layer: its mixer, and whether its MLP is dense."""
     every = text.get("full_attention_interval") or (4 if "linear_key_head_dim" in text else 1)
     kinds = text.get("layer_types")
     mixer = kinds[layer] if kinds else (layer + 1) % every == 0

@@ -1,4 +1,11 @@
-"""M1 and R1: one process of ours beside transformers' own model, in float64 and in bfloat16."""
+"""M1 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16.
+
+Ours runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by its
+own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all
+families, because a delta net can be ill-conditioned.
+
+A check that transformers cannot run is neither a pass nor a failure. It is reported as not tried.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +17,63 @@ import torch
 
 from .results import Finding, Margin, Notes, merged
 from .rounding import r1_rounding
-from .transformers_peer import PATCHES, ROPE, Documents, Said, our_cost, ours, stranger, their_cost, theirs
+from .transformers_peer import (
+    PATCHES,
+    ROPE,
+    Documents,
+    StepOutputs,
+    meshwright_cost,
+    run_meshwright,
+    run_transformers,
+    transformers_cost,
+    unsupported,
+)
 
-_ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # what float32 may cost them
-_NOISE = 10  # times what float32 costs us, beside that
-_CLOSE = 1e-3  # of a ratio to a whole number
-_GAP = 1e-5  # between two experts that may change places
+_ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # always allowed for float32
+_NOISE = 10  # in addition, this many times our own float32 error
+_CLOSE = 1e-3  # of a ratio to an integer
+_GAP = 1e-5  # between the probabilities of two experts that rounding may exchange
 
 
-def ask_transformers(
+def compare_with_transformers(
     sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]], device: str = "cpu"
 ) -> tuple[Notes, str]:
-    """What is found in several steps, or why transformers cannot be the peer. Call it in a process of its own.
+    """Run M1 and R1 over several steps. -> notes, and why they could not run ("" if they did)
 
-    `sources`: the same model in several layouts of files. The first is spelled as transformers spells its parameters.
-    `steps`: micro-batches, by what they are. `device`: where bfloat16 is tried, with the kernels that it has.
+    Call it in a separate process. `sources`: the same model in several layouts of files; the first is spelled like
+    transformers' parameters. `steps`: micro-batches, by their name in findings. `device`: where our bfloat16 run is,
+    with the kernels of that device.
     """
-    notes, why_not, first = Notes(), stranger(sources[0]), next(iter(steps.values()))
+    notes, why_not, first = Notes(), unsupported(sources[0]), next(iter(steps.values()))
     if not why_not:
         try:
-            peers = [theirs(sources[0], batches) for batches in steps.values()]
-            others = [theirs(source, first) for source in sources[1:]]
-            cost = their_cost(sources[0], first[0])
-        except Exception as error:  # noqa: BLE001 - what fails there says nothing of us
+            peers = [run_transformers(sources[0], batches) for batches in steps.values()]
+            others = [run_transformers(source, first) for source in sources[1:]]
+            cost = transformers_cost(sources[0], first[0])
+        except Exception as error:  # noqa: BLE001 - an error of transformers is none of ours
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
+        # Ours runs outside of `try`: an error in it is a finding, not an excuse.
         for (name, batches), peer in zip(steps.items(), peers, strict=True):
-            wide, narrow = (ours(sources[0], batches, dtype) for dtype in (torch.float64, torch.float32))
-            found = m1_against(peer, wide, narrow, notes)
-            notes.found("M1", (replace(each, what=f"{each.what}, in {name}") for each in found))
+            wide, narrow = (run_meshwright(sources[0], batches, dtype) for dtype in (torch.float64, torch.float32))
+            findings = m1_against(peer, wide, narrow, notes)
+            notes.add_findings("M1", (replace(each, what=f"{each.what}, in {name}") for each in findings))
         for source, peer in zip(sources[1:], others, strict=True):
-            wide, narrow = (ours(source, first, dtype) for dtype in (torch.float64, torch.float32))
-            notes.found("M1", _files(source.name, peer, wide, narrow, notes))
-        notes.found("R1", r1_rounding(our_cost(sources[0], first[0], device), cost, notes))
+            wide, narrow = (run_meshwright(source, first, dtype) for dtype in (torch.float64, torch.float32))
+            notes.add_findings("M1", _files(source.name, peer, wide, narrow, notes))
+        notes.add_findings("R1", r1_rounding(meshwright_cost(sources[0], first[0], device), cost, notes))
         notes.margins = merged(notes.margins)
     return notes, why_not
 
 
-def m1_against(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Finding]:
-    """One process gives the logits, loss, gradients and choices of experts of transformers. Ours in float64 is the one
-    to compare with; what float32 costs us, it may cost them a few times."""
+def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
+    """One process gives the logits, loss, gradients and choices of experts of transformers.
+
+    `wide`: our run in float64, which is compared with `peer`. `narrow`: our run in float32, whose distance from `wide`
+    sets the bound. The order is that of the computation, so the first finding is where to begin.
+    """
     forward = [*_parts(peer, wide, narrow, notes), *_logits(peer, wide, narrow, notes), *_experts(peer, wide, notes)]
     yield from forward
+    # Losses say nothing new once the forward pass differs.
     aux = (peer.aux, wide.aux, narrow.aux)
     loss = [] if forward else [*_number("aux", "router's aux loss", aux, notes, _about_aux(peer, wide))]
     guess = "see the router's aux loss" if loss else "" if forward else "logits agree: labels, weights or what divides"
@@ -61,20 +84,23 @@ def m1_against(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[F
     yield from _gradients(peer, wide, narrow, notes, not (forward or loss))
 
 
-def _parts(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Finding]:
-    """The first part of the model that gives out something else. Later ones follow from it."""
+def _parts(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
+    """Yield the first part of the model whose output differs. Later differences follow from it."""
     names = [name for name in wide.parts if name in peer.parts]
     for name in names:
         margin = _margin("parts", "parts of the forward", peer.parts[name], wide.parts[name], narrow.parts[name], name)
         if not margin.worst <= margin.allowed:
-            what = f"what it gives out is the first that differs from transformers', by {margin.worst:.1e}"
+            what = f"its output is the first that differs from transformers', by {margin.worst:.1e}"
             yield Finding("M1", name, what, _about_part(name, wide))
             return
-        notes.measured(margin)
+        notes.add_margin(margin)
 
 
-def _about_part(name: str, wide: Said) -> str:
-    """All before it agrees, but for what the tower adds between layers."""
+def _about_part(name: str, wide: StepOutputs) -> str:
+    """Guess why a part differs while all before it agree.
+
+    What a vision tower adds between layers is the output of no part, so the next norm is the first to differ.
+    """
     otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
     guess = f"it computes something else, or {otherwise} are read otherwise"
     taken = [
@@ -88,14 +114,15 @@ def _about_part(name: str, wide: Said) -> str:
 def _margin(
     kind: str, what: str, peer: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor, where: str = ""
 ) -> Margin:
+    """Return the largest error relative to the largest value, and the bound of this kind plus our own noise."""
     scale = peer.double().abs().max().item()
     off, noise = ((x.double() - wide.double()).abs().max().item() / scale for x in (peer, narrow))
     return Margin("M1", what, 1, off, _ALLOWED[kind] + _NOISE * noise, where)
 
 
-def _logits(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Finding]:
+def _logits(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
     margin = _margin("logits", "logits of a step", peer.logits, wide.logits, narrow.logits)
-    notes.measured(margin)
+    notes.add_margin(margin)
     if not margin.worst <= margin.allowed:
         yield Finding("M1", "logits", f"{margin.worst:.1e} off those of transformers, {margin.allowed:.0e} allowed")
 
@@ -103,45 +130,57 @@ def _logits(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Find
 def _number(
     kind: str, name: str, numbers: tuple[float, float, float], notes: Notes, guess: str = ""
 ) -> Iterator[Finding]:
-    """Theirs, ours in float64 and ours in float32."""
+    """Compare a number. `numbers`: of transformers, of ours in float64, and of ours in float32."""
     peer, wide, narrow = numbers
     if not peer and not wide:
         return
     off, noise = (abs(x - wide) / max(abs(peer), 1e-30) for x in (peer, narrow))
     margin = Margin("M1", name, 1, off, _ALLOWED[kind] + _NOISE * noise)
-    notes.measured(margin)
+    notes.add_margin(margin)
     if not off <= margin.allowed:
         yield Finding("M1", name, f"{wide!r}, transformers has {peer!r}: {off:.1e} off", guess)
 
 
-def _about_aux(peer: Said, wide: Said) -> str:
+def _about_aux(peer: StepOutputs, wide: StepOutputs) -> str:
+    """Guess why the aux loss differs, from the ratio to that of transformers."""
     ratio = wide.aux / peer.aux if peer.aux else 0.0
     if abs(ratio - wide.num_batches) < _CLOSE and wide.num_batches > 1:
         return f"{wide.num_batches} micro-batches are summed, not averaged"
-    return f"{ratio:.4g} times theirs, as when router_aux_loss_coef is read otherwise" if ratio else ""
+    return f"{ratio:.4g} times that of transformers, as when router_aux_loss_coef is read otherwise" if ratio else ""
 
 
-def _gradients(peer: Said, wide: Said, narrow: Said, notes: Notes, way_back: bool) -> Iterator[Finding]:
-    """Those nearest to the loss first. `way_back`: all before it agrees."""
+def _gradients(
+    peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes, only_backward: bool
+) -> Iterator[Finding]:
+    """Compare gradients, those nearest to the loss first. `only_backward`: forward pass and loss agree.
+
+    The first wrong gradient then bounds the mistake: backward is right down to the last gradient that agrees.
+    """
     norm = torch.stack([g.double().norm() for g in peer.grads.values()]).norm().item()
     worst = Margin("M1", "gradients", 0, 0.0, _ALLOWED["gradients"])
     names, right = [name for name in reversed(list(wide.grads)) if name in peer.grads], "the loss"
     for name in names:
-        of = [said.grads[name].double().flatten() for said in (peer, wide, narrow)]
-        floor = max(of[0].norm().item(), 1e-2 * norm)
+        of = [each.grads[name].double().flatten() for each in (peer, wide, narrow)]
+        floor = max(of[0].norm().item(), 1e-2 * norm)  # a gradient near 0 is measured by 1% of the norm of all
         off, noise = (of[0] - of[1]).norm().item() / floor, (of[2] - of[1]).norm().item() / floor
-        here = Margin("M1", "gradients", len(names), off, _ALLOWED["gradients"] + _NOISE * noise, name)
-        worst = max(worst, here, key=lambda margin: margin.share)
-        if not off <= here.allowed:
-            guess = f"forward and loss agree, so the way back is wrong between {right} and here" if way_back else ""
+        margin = Margin("M1", "gradients", len(names), off, _ALLOWED["gradients"] + _NOISE * noise, name)
+        worst = max(worst, margin, key=lambda margin: margin.share)
+        if not off <= margin.allowed:
+            guess = (
+                f"forward and loss agree, so backward is wrong between {right} and this key" if only_backward else ""
+            )
             yield Finding("M1", name, f"its gradient is {off:.1e} off that of transformers", guess)
-            way_back = False
+            only_backward = False
         else:
             right = name
-    notes.measured(worst)
+    notes.add_margin(worst)
 
 
-def _experts(peer: Said, wide: Said, notes: Notes) -> Iterator[Finding]:
+def _experts(peer: StepOutputs, wide: StepOutputs, notes: Notes) -> Iterator[Finding]:
+    """Compare the choices of experts, but for tokens whose last chosen and first rejected expert are nearly tied.
+
+    Indices are sorted: the order in which a token's experts are listed has no effect.
+    """
     num = 0
     for layer, (a_Tk, b_Tk, probs_TE) in enumerate(zip(peer.experts, wide.experts, peer.probs, strict=True)):
         k, num_experts = a_Tk.shape[1], probs_TE.shape[1]
@@ -154,13 +193,16 @@ def _experts(peer: Said, wide: Said, notes: Notes) -> Iterator[Finding]:
         if off_T.any():
             yield Finding("M1", f"layer {layer} of experts", f"{int(off_T.sum())} tokens go to other experts")
     if peer.experts:
-        notes.measured(Margin("M1", "choices of experts", num))
+        notes.add_margin(Margin("M1", "choices of experts", num))
 
 
-def _files(layout: str, peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Finding]:
-    """The same model, its files spelled otherwise."""
+def _files(layout: str, peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
+    """Compare the logits of the same model loaded from files in another layout, such as one tensor per expert.
+
+    transformers converts layouts itself, so its reading of the files is independent of ours.
+    """
     margin = _margin("logits", f"logits of files in the layout {layout}", peer.logits, wide.logits, narrow.logits)
-    notes.measured(margin)
+    notes.add_margin(margin)
     if not margin.worst <= margin.allowed:
         what = f"logits are {margin.worst:.1e} off those of transformers, {margin.allowed:.0e} allowed"
         yield Finding("M1", f"files in the layout {layout}", what, "its blocks are put in other places")

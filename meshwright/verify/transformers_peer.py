@@ -1,8 +1,11 @@
-"""What a model says of documents: ours, in one process, and transformers' own, where it knows the family.
+"""Run a step on one process, with our model and with that of transformers, where it knows the family.
 
-All else that `verify` compares is our code with our code. This is the only module of the package that imports the
-models of transformers. Ours takes the documents packed, theirs takes one after the other. A model that sees is asked
-of its tower too, if documents have pictures.
+Everything else that `verify` compares is our code with our code: of 26 one-line bugs that were planted in the engine,
+that missed nine, most of them because both sides shared the bug (docs/decisions/0005-verify-asks-transformers.md). This
+is the only module of the package that imports the models of transformers.
+
+Ours takes documents packed, transformers takes one after the other, so packing is compared as well. If documents have
+pictures, so is the vision tower.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from ..models import text_config
 from ..ops import loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..weights import read_config
-from .diagnose.forward import parts_of, tower_parts_of, watched, watched_routers
+from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
 from .rounding import Cost, Parts, Pass, cost_of, followed
 from .small_data import Picture, Pictures, labels_of
 
-# Our parts by the names of theirs, those of lists, and those of a layer.
+# Our names of transformers' parts, of its lists of parts, and of the parts of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
-_FEW_TOKENS = 1  # of about 130: the head's gradient is a sum over as many chunks
+_FEW_TOKENS = 1  # of about 130: the head's gradient is then a sum over as many chunks
 _PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm", "visual.merger": "tower.merger"}
 _LISTS = {"visual.blocks": "tower.blocks", "visual.deepstack_merger_list": "tower.deep"}
 _OF_LAYER = {
@@ -42,58 +45,72 @@ _OF_LAYER = {
 
 @dataclass(frozen=True)
 class Document:
+    """The tokens of a document, and its pictures in the order of their placeholders."""
+
     tokens: list[int]
-    pictures: Pictures = field(default_factory=list)  # in the order of their places
+    pictures: Pictures = field(default_factory=list)
 
 
 Documents = list[Document]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a model says of a step. Tokens are those of all documents, one after the other."""
+class StepOutputs:
+    """The results of one step. Tokens are those of all documents, one document after the other.
 
-    logits: Tensor  # [T, V]
+    `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
+    output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
+
+    Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
+    """
+
+    logits: Tensor
     loss: float
-    aux: float  # the router's part of it
+    aux: float
     grads: dict[str, Tensor]
-    experts: Sequence[Tensor] = ()  # by layer of experts: [T, k]
-    probs: Sequence[Tensor] = ()  # by layer of experts: [T, E]
-    parts: dict[str, Tensor] = field(default_factory=dict)  # a fingerprint of each row that a part gives out
+    experts: Sequence[Tensor] = ()
+    probs: Sequence[Tensor] = ()
+    parts: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 1
 
 
-def ours(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> Said:
-    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_sees(source))
+def run_meshwright(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> StepOutputs:
+    """Run a forward that records every part, then a step, with our model."""
+    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_has_tower(source))
     length = max(sum(len(d.tokens) for d in documents) for documents in batches)
     packed, scores, parts, routed = [_packed(model, documents, length) for documents in batches], [], [], []
     for batch in packed:
         num = len(batch) - batch.num_filler
         with (
             watched_routers(model) as routers,
-            watched(model) as seen,
-            watched(model, tower_parts_of) as looked,
+            recorded_forward(model) as record,
+            recorded_forward(model, tower_parts_of) as tower_record,
             _rotations(model) as rope,
         ):
             scores.append(logits(model, batch)[:num])
-        of_tokens = {name: print_T[:num] for name, print_T in (rope | seen.prints).items()}
-        parts.append({ROPE: of_tokens[ROPE], **looked.prints, **of_tokens})  # as they follow from each other
+        of_tokens = {name: print_T[:num] for name, print_T in (rope | record.fingerprints).items()}
+        # in the order in which one follows from the other, since M1 names the first that differs
+        parts.append({ROPE: of_tokens[ROPE], **tower_record.fingerprints, **of_tokens})
         routed.append([(logits_TE[:num], expert_Tk[:num]) for _, logits_TE, expert_Tk in routers.values()])
+    # Gradients need another forward: the one above is without a graph, as inference is.
     engine = Engine(model, lr=1e-3)
     loss = engine.backward(packed)
     aux = engine._pending().router_loss
     by_layer = [[torch.cat(each) for each in zip(*of_layer, strict=True)] for of_layer in zip(*routed, strict=True)]
     probs = [logits_TE.double().softmax(-1) for logits_TE, _ in by_layer]
     experts = [expert_Tk for _, expert_Tk in by_layer]
-    return Said(torch.cat(scores), loss, aux, gather(model, "grad"), experts, probs, _joined(parts), len(batches))
+    return StepOutputs(
+        torch.cat(scores), loss, aux, gather(model, "grad"), experts, probs, _joined(parts), len(batches)
+    )
 
 
-def _sees(source: Path) -> bool:
-    """Sources that are to be asked of the text alone have a language model's config."""
+def _has_tower(source: Path) -> bool:
+    """Return whether a source has a vision tower. Sources for the text alone have a language model's config."""
     return "vision_config" in read_config(source)
 
 
 def _packed(model: Model, documents: Documents, length: int) -> Batch:
+    """Pack documents into a batch, with their pictures if the model has a tower."""
     tokens, tower = [d.tokens for d in documents], model.parts[0].tower
     if tower is None:
         return pack(tokens, length=length)
@@ -101,87 +118,96 @@ def _packed(model: Model, documents: Documents, length: int) -> Batch:
 
 
 def _joined(prints: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of all batches or documents. Those without pictures say nothing of the tower."""
+    """Concatenate the fingerprints of batches or documents. Those without pictures have none of the tower."""
     names = dict.fromkeys(name for each in prints for name in each)
     return {name: torch.cat([each[name] for each in prints if name in each]) for name in names}
 
 
 @contextmanager
 def _rotations(model: Model) -> Iterator[dict[str, Tensor]]:
-    """What the layers are told of positions, as `watched` says it of what parts give out."""
-    seen: dict[str, Tensor] = {}
+    """Record a fingerprint of the RoPE tables. They are an argument of layers, not the output of a module."""
+    prints: dict[str, Tensor] = {}
 
     def note(_module: nn.Module, args: Any) -> None:
-        seen[ROPE] = _print(torch.cat(args[1], -1))
+        prints[ROPE] = _print(torch.cat(args[1], -1))
 
     hook = model.parts[0].layers["0"].register_forward_pre_hook(note)
     try:
-        yield seen
+        yield prints
     finally:
         hook.remove()
 
 
 def _print(x_TD: Tensor) -> Tensor:
+    """Return the fingerprint of each row, as `recorded_forward` computes it."""
     return x_TD.detach().double() @ torch.arange(x_TD.shape[-1], dtype=torch.float64).cos()
 
 
-def stranger(source: Path) -> str:
-    """Why transformers cannot be the peer; nothing if it can."""
+def unsupported(source: Path) -> str:
+    """Return why transformers cannot run a model; "" if it can."""
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     except ImportError as error:
         return f"transformers cannot be imported: {error}"
     kind = str(read_config(source).get("model_type"))
-    sees, models = "language model", MODEL_FOR_CAUSAL_LM_MAPPING
-    if _sees(source):
-        sees, models = "model that sees", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    what, models = "language model", MODEL_FOR_CAUSAL_LM_MAPPING
+    if _has_tower(source):
+        what, models = "vision-language model", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in models
-    return "" if known else f"this version of transformers has no {sees} of {kind!r}"
+    return "" if known else f"this version of transformers has no {what} of {kind!r}"
 
 
-def theirs(source: Path, batches: Sequence[Documents]) -> Said:
+def run_transformers(source: Path, batches: Sequence[Documents]) -> StepOutputs:
+    """Run the same step with the model of transformers, in float32."""
     with_experts = bool(text_config(read_config(source)).get("num_experts"))
     model, prints = _model(source, with_experts), list[dict[str, Tensor]]()
     routed = {"output_router_logits": True} if with_experts else {}
-    outs = [[_asked(model, d, prints, **routed) for d in documents] for documents in batches]
+    outs = [[_forward(model, d, prints, **routed) for d in documents] for documents in batches]
     labels = [[_labels(model, d) for d in documents] for documents in batches]
     terms = [_terms(out.logits[0], labels_T) for of, each in zip(outs, labels, strict=True)
              for out, labels_T in zip(of, each, strict=True)]  # fmt: skip
+    # One divisor for the step, as in our engine. The loss that transformers returns is a mean per call.
     loss = torch.stack(terms).sum() / sum(int((labels_T != IGNORE).sum()) for each in labels for labels_T in each)
     routers = [
         [torch.cat(each) for each in zip(*(out.router_logits for out in of), strict=True)] for of in outs if routed
     ]
     aux = _aux(model, routers) if routers else torch.zeros(())
     (loss + aux).backward()
+    # A parameter that no token reaches has no gradient in torch, and zeros in ours.
     grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
-    return Said(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints))
+    return StepOutputs(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints))
 
 
-def our_cost(source: Path, documents: Documents, device: str) -> Cost:
-    """Return what bfloat16 costs each part of our model. The weights are those that products take."""
+def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
+    """Return what bfloat16 costs each part of our model. Both runs have weights rounded to bfloat16, as matmuls take
+    them, so that only the arithmetic differs."""
     narrow, wide = (
-        load(source, Mesh(device=device), dtype=dtype, tower=_sees(source)) for dtype in (torch.bfloat16, torch.float64)
+        load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source))
+        for dtype in (torch.bfloat16, torch.float64)
     )
     stored = narrow.stored()
     for name, weight in wide.stored().items():
         weight.copy_(stored[name] if narrow.table[name].float32 else stored[name].bfloat16())
     batch = _packed(narrow, documents, sum(len(d.tokens) for d in documents))
 
-    def run(model: Model, seen: Pass) -> None:
+    def run(model: Model, record: Pass) -> None:
         with _cast_weights(model), _few_tokens_at_once():
             Engine(model, lr=1e-3).backward([batch])
-        seen.grads = gather(model, "grad")
+        record.grads = gather(model, "grad")
 
-    return cost_of(*_both([(model, [*parts_of(model), *_seeing_parts(model)]) for model in (narrow, wide)], run))
+    return cost_of(*_both([(model, [*parts_of(model), *_tower_parts(model)]) for model in (narrow, wide)], run))
 
 
 @contextmanager
 def _cast_weights(model: Model) -> Iterator[None]:
-    """Let layers read weights in the compute dtype, as FSDP hands them out. One process keeps them in float32, where an
-    op that sums a gradient in the dtype of its weight would look right."""
+    """Let layers read weights in the compute dtype, as FSDP hands them out.
+
+    One process keeps them in float32, where an op that sums a gradient in the dtype of its weight would look right. The
+    cast is part of the graph, so gradients still reach the parameters.
+    """
     (part,) = model.parts
     narrow = [(module, name, parameter) for path, module in part.named_modules()
               for name, parameter in module.named_parameters(recurse=False)
@@ -209,80 +235,87 @@ def _cast_weights(model: Model) -> Iterator[None]:
 def _few_tokens_at_once() -> Iterator[None]:
     """Let the loss take few tokens at once. A sum over many chunks shows the dtype in which it is accumulated."""
     with shrunk_part_sizes():
-        kept, loss.CHUNK = loss.CHUNK, _FEW_TOKENS
+        original, loss.CHUNK = loss.CHUNK, _FEW_TOKENS
         try:
             yield
         finally:
-            loss.CHUNK = kept
+            loss.CHUNK = original
 
 
-def _seeing_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a tower that get values: all but the one that makes them of pixels."""
+def _tower_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a tower whose input is the output of another part: all but the one that reads pixels."""
     return ((name, part) for name, part in tower_parts_of(model) if name != PATCHES)
 
 
-def their_cost(source: Path, documents: Documents) -> Cost:
+def transformers_cost(source: Path, documents: Documents) -> Cost:
     """Return what bfloat16 costs each part of transformers' model."""
     with_experts = bool(text_config(read_config(source)).get("num_experts"))
     narrow, wide = (_model(source, with_experts).to(dtype) for dtype in (torch.bfloat16, torch.float64))
     wide.load_state_dict(narrow.state_dict())
 
-    def run(model: Any, seen: Pass) -> None:
+    def run(model: Any, record: Pass) -> None:
         outs = [model(**_inputs(model, d), use_cache=False).logits[0] for d in documents]
         torch.stack([_terms(out, _labels(model, d)) for out, d in zip(outs, documents, strict=True)]).sum().backward()
-        seen.grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        record.grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
-    return cost_of(*_both([(model, [*_their_parts(model)]) for model in (narrow, wide)], run))
+    return cost_of(*_both([(model, [*_peer_parts(model)]) for model in (narrow, wide)], run))
 
 
 def _both(models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None]) -> list[Pass]:
-    """Run a model in bfloat16, then the wide one that follows it."""
+    """Run a model in bfloat16, then the wide one, whose parts get the inputs of the first."""
     passes: list[Pass] = []
     for model, parts in models:
-        with followed(parts, passes[0] if passes else None) as seen:
-            run(model, seen)
-        passes.append(seen)
+        with followed(parts, passes[0] if passes else None) as record:
+            run(model, record)
+        passes.append(record)
     return passes
 
 
-def _their_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of transformers' model by our names, but for the rotations, which get positions."""
+def _peer_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of transformers' model by our names, but for the rotary embedding, whose input is positions."""
     named = ((_part_of(name), module) for name, module in model.base_model.named_modules())
     return ((part, module) for part, module in named if part and part != ROPE)
 
 
 def _model(source: Path, with_experts: bool) -> Any:
-    """In float32 and as plain as can be: its faster experts want widths of whole 16 bytes."""
+    """Load transformers' model in float32 with its plainest kernels: faster ones for experts want rows of 16 bytes."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
-    kind = transformers.AutoModelForImageTextToText if _sees(source) else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
     return kind.from_pretrained(source, dtype=torch.float32, **plain).eval()
 
 
-def _asked(model: Any, document: Document, prints: list[dict[str, Tensor]], **routed: bool) -> Any:
-    """What it says of a document; `prints` gets what its parts gave out. Without a cache: there is nothing to keep, and
-    with one transformers 5.23 would not see the bounds of packed documents."""
-    with _watched(model) as seen:
+def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **routed: bool) -> Any:
+    """Run transformers' model on a document, and append the fingerprints of its parts to `prints`.
+
+    Without a KV cache: training has no use for one, and with one transformers 5.23 ignores the bounds of packed
+    documents.
+    """
+    with _watched(model) as record:
         out = model(**_inputs(model, document), use_cache=False, **routed)
-    found = {name: torch.cat(each) for name, each in seen.items()}
-    found |= {name: _as_they_come(found[name], document.pictures) for name in found if name.startswith("tower.")}
+    of_parts = {name: torch.cat(each) for name, each in record.items()}
+    of_parts |= {name: _in_order(of_parts[name], document.pictures) for name in of_parts if name.startswith("tower.")}
+    # transformers embeds placeholders too, and overwrites these rows with pictures; ours leaves them 0.
     places = torch.isin(torch.tensor(document.tokens), torch.tensor(_places(model)))
-    found["embed"] = found["embed"].masked_fill(places, 0.0)  # theirs looks up rows that pictures then replace
-    prints.append(found)
+    of_parts["embed"] = of_parts["embed"].masked_fill(places, 0.0)
+    prints.append(of_parts)
     return out
 
 
 def _places(model: Any) -> list[int]:
-    """The tokens that stand for pictures and for videos."""
+    """Return the placeholder tokens of pictures and of videos."""
     config = model.config
     return [config.image_token_id, config.video_token_id] if "vision_config" in config.sub_configs else []
 
 
 def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
-    """As transformers takes a document, with positions of its own. It finds them only where no two pictures touch."""
+    """Return a document as the arguments of transformers' model.
+
+    It computes the positions itself, and tells pictures apart only where no two of them touch.
+    """
     inputs = {"input_ids": torch.tensor([document.tokens])}
     if not document.pictures:
         return inputs
@@ -298,33 +331,44 @@ def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
 
 
 def _normed(patches_PC: Tensor) -> Tensor:
-    """Return the values of a patch. Of bytes: rescaled to 0..1, then with mean and deviation 0.5, as processors do."""
+    """Return patches as processors of transformers do: bytes are rescaled to 0..1, then normalised with mean and
+    deviation 0.5."""
     return (patches_PC / 255 - 0.5) / 0.5 if patches_PC.dtype == torch.uint8 else patches_PC
 
 
 def _is_still(picture: Picture) -> bool:
+    """Return whether a picture is an image: one frame in time."""
     return picture[1][0] == 1
 
 
-def _as_they_come(print_R: Tensor, pictures: Pictures) -> Tensor:
-    """Rows in the order of places. The tower of transformers is given the pictures of a document, then its videos."""
+def _in_order(print_R: Tensor, pictures: Pictures) -> Tensor:
+    """Return rows in the order of placeholders: the tower of transformers takes all pictures of a document, then its
+    videos.
+
+    `print_R`: fingerprints of R rows, each of one patch or, behind the merger, of several.
+    """
     order = sorted(range(len(pictures)), key=lambda at: not _is_still(pictures[at]))
     sizes = [len(patches_PC) for patches_PC, _ in pictures]
-    each = sum(sizes) // len(print_R)  # patches for a row
+    each = sum(sizes) // len(print_R)  # patches per row
     rows = dict(zip(order, print_R.split([sizes[at] // each for at in order]), strict=True))
     return torch.cat([rows[at] for at in range(len(pictures))])
 
 
 def _labels(model: Any, document: Document) -> Tensor:
+    """Return the label of each token, computed without `pack`."""
     return labels_of([document.tokens], set(_places(model)))
 
 
 def _terms(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of a document, with torch's own function."""
     return F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE)
 
 
 def _aux(model: Any, routers: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The mean over micro-batches of what transformers makes of each."""
+    """Return the mean over micro-batches of the aux loss that transformers computes of each.
+
+    Each family of transformers has a copy of the function, so it is looked up in the module of the model's class.
+    """
     config = model.config.get_text_config()
     if not config.output_router_logits:
         return torch.zeros(())
@@ -335,32 +379,32 @@ def _aux(model: Any, routers: Sequence[Sequence[Tensor]]) -> Tensor:
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, list[Tensor]]]:
-    """What each part gives out, as `diagnose.forward.watched` of ours: one number a row."""
-    seen: dict[str, list[Tensor]] = {}
+    """Record fingerprints of the parts of transformers' model, as `recorded_forward` does of ours."""
+    record: dict[str, list[Tensor]] = {}
 
     def note(name: str, out: Any) -> None:
-        if name == ROPE:  # theirs have each cosine and sine twice
+        if name == ROPE:  # its tables hold each cosine and sine twice
             x_TD = torch.cat([x[0, :, : x.shape[-1] // 2] for x in out], -1)
         else:
             x_TD = out[0] if isinstance(out, tuple) else out
-        seen.setdefault(name, []).append(_print(x_TD.reshape(-1, x_TD.shape[-1])))
+        record.setdefault(name, []).append(_print(x_TD.reshape(-1, x_TD.shape[-1])))
 
     def hook(name: str) -> Any:
         return lambda _module, _args, out: note(name, out)
 
     named = dict(model.base_model.named_modules())
     hooks = [module.register_forward_hook(hook(_part_of(name))) for name, module in named.items() if _part_of(name)]
-    if "visual.blocks.0" in named:  # what it is given is the output of no module
+    if "visual.blocks.0" in named:  # patches with positions are the output of no module
         hooks.append(named["visual.blocks.0"].register_forward_pre_hook(lambda _module, args: note(PATCHES, args)))
     try:
-        yield seen
+        yield record
     finally:
         for each in hooks:
             each.remove()
 
 
 def _part_of(name: str) -> str:
-    """Our name of a part of theirs; empty where it is none of ours."""
+    """Return our name of a module of transformers; "" if we have no such part."""
     name = name.removeprefix("language_model.")
     group, _, last = name.rpartition(".")
     kind, _, number = group.rpartition(".")

@@ -1,7 +1,7 @@
-"""Are the weights that a rank holds those of its source? Each rank compares its own, box by box, and sends none.
+"""Check that each rank holds the weights of the source files. It compares its own pieces, box by box, and sends none.
 
-The source is read by another reader than the one that loading uses: safetensors' own, which maps files into memory. So
-a mistake in ours cannot hide, and a tensor costs memory only where it is looked at.
+The files are read by safetensors' reader, which maps them into memory, not by the reader that loading uses. So a bug in
+ours cannot hide, and a tensor costs memory only where it is read.
 """
 
 from __future__ import annotations
@@ -29,43 +29,52 @@ from ..weights import Source, chosen
 from .results import Finding
 
 _SLAB_ELEMENTS = part_size(__name__, "_SLAB_ELEMENTS", 1 << 20, small=1001)  # compared at once
-# looked at before the mapping of a file is given back
+# read before the mapping of a file is closed, which gives its pages back
 _MAPPED_BYTES = part_size(__name__, "_MAPPED_BYTES", 64 << 20, small=10_007)
-_MOST = 100  # differences that a rank tells the others in full
+_MOST = 100  # differences that a rank reports in full
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x2545F4914F6CDD1D
+_ODD = 0x2545F4914F6CDD1D  # an odd factor: multiplying 64-bit integers by it loses no information
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A box of a parameter that a rank does not hold as a key of the source has it."""
+    """A box of a parameter in which a rank's values differ from those of a key of the source.
 
-    name: str  # of the parameter
+    `name`, `box`: of the parameter. `key`: of the source. `num_wrong`: elements of `num_elements` in the box that
+    differ. `misplaced`: the rank has the right values in the wrong places, as when heads or experts are swapped.
+    `checksums`: crc32 of the first slab that differs, on the rank and in the source.
+    """
+
+    name: str
     key: str
-    box: str  # of the parameter
+    box: str
     rank: int
     num_wrong: int
     num_elements: int
-    misplaced: bool  # the right values stand there, in the wrong places
-    checksums: tuple[int, int]  # crc32 of the first bytes that differ, here and in the source
+    misplaced: bool
+    checksums: tuple[int, int]
 
     def __str__(self) -> str:
         moved = ": the right values in the wrong places" if self.misplaced else ""
-        here, source = self.checksums
+        on_rank, source = self.checksums
         return (
             f"{self.num_wrong} of {self.num_elements} elements differ{moved} of {self.key} in {self.box} on rank "
-            f"{self.rank} (crc32 {here:08x} here, {source:08x} in the source)"
+            f"{self.rank} (crc32 {on_rank:08x} on the rank, {source:08x} in the source)"
         )
 
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """What all ranks found, the same on every one."""
+    """The result of `check_weights`, over all ranks and the same on every rank.
 
-    differences: tuple[Difference, ...]  # of each rank the first 100
+    `differences`: the first 100 of each rank. `num_differences`: all of them. `num_elements`: the elements compared, on
+    all ranks together, so copies count each time. `skipped`: parameters that the source lacks, which were drawn.
+    """
+
+    differences: tuple[Difference, ...]
     num_differences: int
-    num_elements: int  # compared, on all ranks together: copies count each time
-    skipped: tuple[str, ...]  # parameters that the source does not hold: they were drawn
+    num_elements: int
+    skipped: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -73,45 +82,50 @@ class WeightCheck:
 
 
 def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck:
-    """Compare what each rank holds with the source, bit for bit. All ranks call it and learn the same.
+    """Compare each rank's weights with the source files, bit for bit. All ranks call it and get the same result.
 
-    `only`: patterns of the parameters to look at, those that nothing should have changed.
+    `only`: patterns of the parameters to compare, for example those that training should not have changed.
     """
     names, rank = _chosen_names(model, [only] if isinstance(only, str) else list(only)), model.mesh.rank
     skipped = [name for name in names if name in model.keymap.fresh]
     total = sum(model.pieces[name].numel for name in names if name not in skipped)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     failure = None
     try:
         with progress("check weights", total, "elements", enabled=rank == 0) as advance:
-            found.extend(weight_differences(model, names, advance))
-    except LoadError as error:
+            differences.extend(weight_differences(model, names, advance))
+    except LoadError as error:  # raised on all ranks below: one that left alone would let the others hang
         failure = f"rank {rank}: {error}"
-    told = _everywhere(model, (found[:_MOST], len(found), total, failure))
-    failures = [f for _, _, _, f in told if f is not None]
+    gathered = _everywhere(model, (differences[:_MOST], len(differences), total, failure))
+    failures = [f for _, _, _, f in gathered if f is not None]
     if failures:
         raise LoadError("; ".join(failures[:3]))
     return WeightCheck(
-        tuple(d for some, _, _, _ in told for d in some), sum(n for _, n, _, _ in told),
-        sum(n for _, _, n, _ in told), tuple(skipped),
+        tuple(d for some, _, _, _ in gathered for d in some), sum(n for _, n, _, _ in gathered),
+        sum(n for _, _, n, _ in gathered), tuple(skipped),
     )  # fmt: skip
 
 
 def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
+    """Return the parameters of this rank that match some pattern."""
     if model.keymap.source is None:
-        raise StateError("the model was made by mw.init: there are no files to compare its weights with")
-    chosen_ones = {*matching(patterns, model.table.params, "only")}
-    return [name for name in model.pieces if name in chosen_ones]
+        raise StateError("the model was made by mw.init: it has no files to compare its weights with")
+    matches = {*matching(patterns, model.table.params, "only")}
+    return [name for name in model.pieces if name in matches]
 
 
-def _everywhere(model: Model, mine: Any) -> list[Any]:
-    told: list[Any] = [None] * model.mesh.axes.world
-    dist.all_gather_object(told, mine)
-    return told
+def _everywhere(model: Model, local: Any) -> list[Any]:
+    """All-gather Python objects over all ranks."""
+    gathered: list[Any] = [None] * model.mesh.axes.world
+    dist.all_gather_object(gathered, local)
+    return gathered
 
 
 def weight_differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
-    """Of what this rank holds of `names`. Keys that hold a parameter once more are compared too."""
+    """Yield the differences of this rank's pieces of `names`.
+
+    Files may hold a parameter under two keys, such as a tied embedding and head. Both are compared.
+    """
     assert model.keymap.source is not None
     files, stored = _Mapped(model.keymap.source), model.values()
     for name in names:
@@ -119,31 +133,32 @@ def weight_differences(model: Model, names: Sequence[str], advance: Advance | No
             continue
         layout, piece = chosen(model.table[name], model.keymap.choice), model.pieces[name]
         views = list(stored.views(piece))
-        found = [c for block in layout.blocks for c in _compared(block, views, files)]
-        again = [c for block in layout.copies for c in _compared(block, views, files)]
-        for comparisons in (found, again):
-            moved = sum(c.excess for c in comparisons) % 2**64 == 0  # from one box to another
+        of_blocks = [c for block in layout.blocks for c in _compared(block, views, files)]
+        of_copies = [c for block in layout.copies for c in _compared(block, views, files)]
+        for comparisons in (of_blocks, of_copies):
+            # Each box may have lost values to another, while the piece as a whole has the right ones.
+            moved = sum(c.excess for c in comparisons) % 2**64 == 0
             yield from (c.difference(name, model.mesh.rank, moved) for c in comparisons)
         if advance is not None:
             advance(piece.numel)
 
 
 def _compared(block: Block, views: Sequence[tuple[Box, Any]], files: _Mapped) -> Iterator[_Comparison]:
-    """Of the boxes of a piece that meet a block, those that differ."""
+    """Compare the boxes of a piece with a block of the files; yield those that differ."""
     for box, view in views:
         common = block.ours.meet(box)
         if common is None:
             continue
-        found = _Comparison(block.key, common)
+        comparison = _Comparison(block.key, common)
         for slab in _slabs(common):
-            theirs = block.view(files.tensor(block.key, slab.size))[slab.within(block.ours).slices]
-            found.add(view[slab.within(box).slices], theirs)
-        if found.num_wrong:
-            yield found
+            source = block.view(files.tensor(block.key, slab.size))[slab.within(block.ours).slices]
+            comparison.add(view[slab.within(box).slices], source)
+        if comparison.num_wrong:
+            yield comparison
 
 
 def _slabs(box: Box) -> Iterator[Box]:
-    """The box in halves of halves, until they are small."""
+    """Halve a box along its first dim, and its halves, until all are small. So no copy of a large tensor is made."""
     if box.size <= _SLAB_ELEMENTS:
         yield box
         return
@@ -154,39 +169,44 @@ def _slabs(box: Box) -> Iterator[Box]:
 
 
 class _Comparison:
-    """Of one box, slab by slab. The sum of hashes of the elements does not depend on their order."""
+    """The comparison of one box, slab by slab.
+
+    `excess` is the sum of hashes of the rank's elements minus that of the source's. A sum does not depend on order, so
+    0 means that the rank holds the right values in other places.
+    """
 
     def __init__(self, key: str, box: Box) -> None:
         self.key, self.box, self.num_wrong, self.excess = key, box, 0, 0
         self.checksums = (0, 0)
 
-    def add(self, ours: Tensor, theirs: Tensor) -> None:
-        """The source's values are cast as loading casts them, where ours lie."""
-        ours_bits, their_bits = (_bits(t.contiguous()) for t in (ours, theirs.to(ours.device).to(ours.dtype)))
-        if torch.equal(ours_bits, their_bits):
+    def add(self, local: Tensor, source: Tensor) -> None:
+        """Compare a slab, after casting the source's values as loading does, on the rank's device."""
+        local_bits, source_bits = (_bits(t.contiguous()) for t in (local, source.to(local.device).to(local.dtype)))
+        if torch.equal(local_bits, source_bits):
             return
         if not self.num_wrong:
-            self.checksums = (checksum_of(ours_bits), checksum_of(their_bits))
-        self.num_wrong += int((ours_bits != their_bits).sum())
-        self.excess += _unordered(ours_bits) - _unordered(their_bits)
+            self.checksums = (checksum_of(local_bits), checksum_of(source_bits))
+        self.num_wrong += int((local_bits != source_bits).sum())
+        self.excess += _unordered(local_bits) - _unordered(source_bits)
 
     def difference(self, name: str, rank: int, moved: bool) -> Difference:
+        """Return the result. `moved`: the values moved between boxes; a move within this box it finds itself."""
         moved = moved or self.excess % 2**64 == 0
         return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
 
 
-def scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the values of numbers with scales: whole, block by block, and not as loading does it."""
-    wide, (rows, columns) = scales.float(), numbers.shape[-2:]
-    if scales.dtype == torch.uint8:  # powers of two
+def scaled(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Dequantise a whole matrix: each code times the scale of its block. It shares no code with loading."""
+    wide, (rows, columns) = scales.float(), codes.shape[-2:]
+    if scales.dtype == torch.uint8:  # E8M0: the exponent of a power of two, plus 127
         wide = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
-    wide = wide.view(*numbers.shape[:-2], -1, -(-columns // min(block[1], columns)))
+    wide = wide.view(*codes.shape[:-2], -1, -(-columns // min(block[1], columns)))
     wide = wide.repeat_interleave(min(block[0], rows), -2).repeat_interleave(min(block[1], columns), -1)
-    return numbers.float() * wide[..., :rows, :columns]
+    return codes.float() * wide[..., :rows, :columns]
 
 
 def _four_bits(packed: Tensor) -> Tensor:
-    """A sign, two bits of an exponent and one of a mantissa, spelled out; the first number is in the low bits."""
+    """Unpack and decode E2M1: a sign, two bits of exponent, one of mantissa. The first code is in the low four bits."""
     codes = torch.stack([packed.int() % 16, packed.int() // 16], -1).flatten(-2)
     exponent, half = codes % 8 // 2, codes % 2
     sizes = torch.where(exponent == 0, half * 0.5, torch.ldexp(1 + half * 0.5, exponent - 1))
@@ -194,45 +214,50 @@ def _four_bits(packed: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """NaN is NaN, and 0 is not -0."""
+    """View as integers, so that NaN equals itself and 0 differs from -0."""
     return tensor.view(_BITS[tensor.itemsize])
 
 
 def checksum_of(bits: Tensor) -> int:
+    """Return the crc32 of a tensor's bytes, in row-major order."""
     return zlib.crc32(bits.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _unordered(bits: Tensor) -> int:
+    """Return a checksum that does not depend on the order of elements: the sum of their hashes."""
     hashed = bits.long() * _ODD
     hashed = (hashed ^ (hashed >> 29)) * _ODD
     return int((hashed ^ (hashed >> 32)).sum())
 
 
 class _Mapped:
-    """Tensors of a source as views of mapped files. What was looked at stays in memory until its file is closed, so it
-    is opened anew from time to time."""
+    """Tensors of a source as views of mapped files.
+
+    Pages that were read stay in memory until their file is closed, so files are reopened from time to time.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source, self.num_bytes = source, 0
         self.files: dict[str, Any] = {}
-        self._last = "", torch.empty(0)  # that had scales, multiplied out
+        self._last = "", torch.empty(0)  # the last tensor with scales, dequantised
 
     def tensor(self, key: str, num_elements: int) -> Tensor:
-        """Of which `num_elements` will be looked at."""
+        """Return a tensor, dequantised if the files hold scales for it. `num_elements`: how many will be read."""
         if key == self._last[0]:
             return self._last[1]
         scale = self.source.scales.get(key)
         if scale is None:
             return self._of_file(key, num_elements)
-        numbers = self._of_file(scale.packed or key, num_elements)
-        numbers = _four_bits(numbers) if scale.packed else numbers
+        codes = self._of_file(scale.packed or key, num_elements)
+        codes = _four_bits(codes) if scale.packed else codes
         scales = self._of_file(scale.key, num_elements)
         if scale.divisor:
             scales = scales.float() / self._of_file(scale.divisor, 1).float()
-        self._last = key, scaled(numbers, scales, scale.block)
+        self._last = key, scaled(codes, scales, scale.block)
         return self._last[1]
 
     def _of_file(self, key: str, num_elements: int) -> Tensor:
+        """Return a tensor as a view of its mapped file, and refuse a file that changed since the model was loaded."""
         entry = self.source.entries[key]
         try:
             if self.num_bytes > _MAPPED_BYTES:
@@ -240,35 +265,39 @@ class _Mapped:
             if entry.file not in self.files:
                 self.files[entry.file] = safe_open(self.source.directory / entry.file, "pt")
                 self.source.check_unchanged([entry.file])
-            found: Tensor = self.files[entry.file].get_tensor(key)
+            tensor: Tensor = self.files[entry.file].get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{key} cannot be read again from {self.source.directory / entry.file}: {error}") from error
-        if tuple(found.shape) != entry.shape:
+        if tuple(tensor.shape) != entry.shape:
             raise LoadError(
-                f"{self.source.directory / entry.file} has changed since it was loaded: {key} is {tuple(found.shape)}, "
-                f"it was {entry.shape}; put the old file back"
+                f"{self.source.directory / entry.file} has changed since it was loaded: {key} is "
+                f"{tuple(tensor.shape)}, it was {entry.shape}; put the old file back"
             )
-        self.num_bytes += num_elements * found.itemsize
-        return found
+        self.num_bytes += num_elements * tensor.itemsize
+        return tensor
 
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-OUTLANDISH = 1e4  # no weight of a published model is as large; one flipped bit of an exponent makes 1e38 of it
+OUTLANDISH = 1e4  # no weight of a published model is as large; one flipped bit of an exponent makes it 1e38
 
-_COMMON = 1e-4  # of the largest weight: where half of all are larger than that, no single one is damaged
-_LOOKED_AT = 100_000  # elements of a tensor, to know what is usual
+_COMMON = 1e-4  # of the largest weight: where half of all are larger than this, no single one is damaged
+_LOOKED_AT = 100_000  # elements of a tensor that are sampled for their usual size
 
 
 def strange_weights(model: Model) -> Iterator[Finding]:
-    """What this rank holds and no model does."""
+    """Yield this rank's weights that no published model has.
+
+    The other checks compare with the files, so a file that was damaged before it was loaded passes them.
+    """
     for name, tensor in model.values().items():
         yield from strange_in(name, tensor, model.mesh.rank)
 
 
 def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
-    """Name the values of one tensor that no published model holds."""
+    """Yield the implausible values of one tensor: not finite, or far too large."""
     if not tensor.numel():
         return
+    # An exponent of all ones is NaN or infinity, so one flipped bit can make either.
     num = int((~tensor.isfinite()).sum())
     if num:
         yield Finding("W1", name, f"{num} of {tensor.numel()} elements on rank {rank} are not finite", "a damaged file")
@@ -279,33 +308,38 @@ def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
         what = f"a weight of {most:.3g} on rank {rank}, where {usual:.2g} is usual"
         guess = "a damaged file: a flipped bit makes such a number"
         if usual > _COMMON * most:
-            guess = "all of it is as large: its scales are taken otherwise, or lack a factor such as a global scale"
+            guess = "all values are as large: its scales are taken otherwise, or lack a factor such as a global scale"
         yield Finding("W1", name, what, guess)
 
 
 def _usual(tensor: Tensor) -> float:
-    """Return the median size of its elements, or of some of them. One damaged element would change a mean."""
+    """Return the median magnitude of a sample of elements. A mean would follow the one damaged element."""
     flat = tensor.reshape(-1)
     return float(flat[:: max(1, len(flat) // _LOOKED_AT)].double().abs().median())
 
 
 def published_sums(directory: Path, files: Sequence[str]) -> dict[str, str]:
-    """The sha256 of each file that the hub's cache knows, by its blobs or by what it noted of a download."""
-    found = {}
+    """Return the sha256 of each file that the Hugging Face cache knows.
+
+    In the hub's cache a file is a link to a blob whose name is its sha256. A download to a local directory notes the
+    sha256 in a metadata file instead.
+    """
+    sums = {}
     for file in files:
         blob = (directory / file).resolve().name
         noted = directory / ".cache" / "huggingface" / "download" / f"{file}.metadata"
         words = [blob, *(noted.read_text().split() if noted.is_file() else ())]
         known = next((word for word in words if _SHA256.fullmatch(word)), None)
         if known:
-            found[file] = known
-    return found
+            sums[file] = known
+    return sums
 
 
 def damaged_files(directory: Path, sums: Mapping[str, str]) -> Iterator[Finding]:
-    for file, due in sums.items():
+    """Yield the files whose sha256 is not the published one."""
+    for file, expected in sums.items():
         with (directory / file).open("rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest()
-        if found != due:
-            what = f"its sha256 is {found}, the hub has {due}: fetch the file again"
-            yield Finding("W1", file, what, "it was damaged on its way, or changed since")
+            actual = hashlib.file_digest(f, "sha256").hexdigest()
+        if actual != expected:
+            what = f"its sha256 is {actual}, the hub has {expected}: fetch the file again"
+            yield Finding("W1", file, what, "it was damaged in transfer, or changed since")

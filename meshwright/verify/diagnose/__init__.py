@@ -1,1 +1,1 @@
-"""Guesses at the cause of a finding. A guess is wrong where two mistakes give the same numbers; a finding is not."""
+"""Guess the cause of a finding. A guess is wrong where two mistakes give the same numbers; a finding is not."""

@@ -1,6 +1,8 @@
-"""Where a forward goes wrong: a fingerprint of the output of every submodule, one number a token.
+"""Locate where a forward pass goes wrong: a fingerprint of the output of every submodule, one number per token.
 
-The reference is each document alone on one process. So both a leak and a wrong door show in the submodule that has it.
+The reference is each document alone on one process. So the submodule that leaks between documents differs first, and
+so does one whose door (collective) is wrong. A fingerprint is a dot product with fixed coefficients: it is small enough
+to keep for every submodule, and an error in any feature changes it.
 """
 
 from __future__ import annotations
@@ -20,33 +22,37 @@ from ...engine import Model, logits, logprobs
 from ...models import Embedding
 from ...sharding import Door, find_doors
 
-RIGHT = 1 << 30  # stands for the number of a submodule where none is wrong
+RIGHT = 1 << 30  # in place of the index of a wrong submodule, where none is wrong: larger than every index
 
 
 @dataclass
-class Watched:
-    """One forward: fingerprints in the order in which submodules ran, and how often each door was passed."""
+class ForwardRecord:
+    """One forward pass: fingerprints in the order in which submodules ran, and how often each door was passed."""
 
-    prints: dict[str, Tensor] = field(default_factory=dict)
-    passed: Counter[str] = field(default_factory=Counter)
+    fingerprints: dict[str, Tensor] = field(default_factory=dict)
+    doors_passed: Counter[str] = field(default_factory=Counter)
 
 
 def scores_of(model: Model, documents: Any) -> Tensor:
+    """Return what a head gives for each token: log-probabilities of labels, or the values of a value head."""
     return (logits if "values" in model.blueprint.scores else logprobs)(model, documents)
 
 
 def by_logits(model: Model, batch: Batch) -> Tensor:
-    """The same by another way: log-probabilities from the logits of the whole vocabulary."""
-    found = logits(model, batch)
+    """Return the scores computed in another way: a softmax over the logits of the whole vocabulary.
+
+    `logprobs` works in chunks of tokens and never holds all logits. With tp each rank has a slice of the vocabulary.
+    """
+    scores = logits(model, batch)
     if "values" in model.blueprint.scores:
-        return found
-    labels = batch.labels.to(found.device)
-    picked: Tensor = found.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        return scores
+    labels = batch.labels.to(scores.device)
+    picked: Tensor = scores.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
     return picked.masked_fill(labels < 0, 0.0)
 
 
 def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """Of what this rank has: the embedding, the norms, mixer and MLP of every layer, and the last norm."""
+    """Yield this rank's submodules: the embedding, the norms, mixer and MLP of every layer, and the last norm."""
     for stage in model.parts:
         if isinstance(stage.embed, Embedding):
             yield "embed", stage.embed
@@ -57,7 +63,8 @@ def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tower_parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """What a tower makes of patches, and of four of them. A rank has those of the frames that it runs."""
+    """Yield the submodules of a vision tower. Their outputs have rows of patches, or of four of them, not of tokens,
+    and a rank has only those of the frames that it runs."""
     for stage in model.parts:
         if (tower := stage.tower) is not None:
             yield from (("tower.patches", tower.patches), ("tower.merger", tower.merger))
@@ -66,27 +73,34 @@ def tower_parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def watched(model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module]]] = parts_of) -> Iterator[Watched]:
-    seen = Watched()
+def recorded_forward(
+    model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module]]] = parts_of
+) -> Iterator[ForwardRecord]:
+    """Record the forward passes of a model while the context is open. `parts`: the submodules to record.
 
-    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    A door of one process does nothing and is not armed, so only the doors of a mesh are counted.
+    """
+    record = ForwardRecord()
+
+    def fingerprint(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
             if not isinstance(out, Tensor):
                 return
+            # Cosines of integers: no two coefficients are equal, so features that change places show.
             wave = torch.arange(out.shape[-1], device=out.device, dtype=torch.float64).cos()
-            seen.prints[name] = out.detach().double() @ wave
+            record.fingerprints[name] = out.detach().double() @ wave
 
         return hook
 
     def counting(name: str, armed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: (seen.passed.update([name]), armed(x))[1]
+        return lambda x: (record.doors_passed.update([name]), armed(x))[1]
 
-    hooks = [part.register_forward_hook(note(name)) for name, part in parts(model)]
+    hooks = [part.register_forward_hook(fingerprint(name)) for name, part in parts(model)]
     doors = [(door, name, door.armed) for part in model.parts for name, door in find_doors(part, Door) if door.armed]
     for door, name, armed in doors:
         door.armed = counting(name, armed)
     try:
-        yield seen
+        yield record
     finally:
         for door, _, armed in doors:
             door.armed = armed
@@ -95,39 +109,51 @@ def watched(model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """The first submodule that is wrong on any rank. `leak`: where no document comes before, it is right."""
+class FirstWrong:
+    """The first submodule whose output is wrong on any rank. `leak`: tokens that no document precedes are right."""
 
     part: str
     leak: bool
-    ratio: float  # to what it should be, where that is one number; else NaN
+    ratio: float  # to the right output, where that is one number; else NaN
 
 
-def first_wrong(model: Model, seen: Watched, reference: Mapping[str, Tensor], start: int, close: float) -> Wrong | None:
-    """Every rank calls it and gets the same. `start`: where the second document begins."""
+def first_wrong(
+    model: Model, record: ForwardRecord, reference: Mapping[str, Tensor], start: int, close: float
+) -> FirstWrong | None:
+    """Return the first wrong submodule, the same on every rank; all ranks call it.
+
+    `start`: where the second document begins. `close`: the allowed error, relative to the largest fingerprint.
+    """
+    # Each rank compares its own share of the tokens (sequence parallelism); all ranks then take the earliest.
     mesh, rows = model.mesh, torch.tensor([[float(RIGHT), float(RIGHT), float("nan")]], dtype=torch.float64)
     names = list(reference)
+    # A row per rank: the first wrong submodule, the first that is wrong in document 0, and the ratio. From the last
+    # submodule to the first, so that the first overwrites the others.
     for at, name in reversed(list(enumerate(names))):
-        if name not in seen.prints:
+        if name not in record.fingerprints:
             continue  # another stage has it
         num = len(reference[name])
         lo, hi = mesh.token_range(num)
-        theirs, mine = reference[name][lo:hi], seen.prints[name].cpu()
-        off = (mine - theirs).abs() > close * reference[name].abs().max()
-        if off.any() or not mine.isfinite().all():
-            ratio = float(mine @ theirs / theirs.square().sum())
-            alike = (mine - ratio * theirs).abs().max() <= close * reference[name].abs().max()
-            rows[0, 0], rows[0, 2] = at, ratio if alike else float("nan")
+        expected, actual = reference[name][lo:hi], record.fingerprints[name].cpu()
+        off = (actual - expected).abs() > close * reference[name].abs().max()
+        if off.any() or not actual.isfinite().all():
+            ratio = float(actual @ expected / expected.square().sum())
+            is_multiple = (actual - ratio * expected).abs().max() <= close * reference[name].abs().max()
+            rows[0, 0], rows[0, 2] = at, ratio if is_multiple else float("nan")
             rows[0, 1] = at if off[: max(0, start - lo)].any() else rows[0, 1]
-    found = mesh.gather_rows(rows.to(mesh.device), DENSE).tolist()
-    first = min(found)
+    gathered = mesh.gather_rows(rows.to(mesh.device), DENSE).tolist()
+    first = min(gathered)
     if first[0] == RIGHT:
         return None
-    return Wrong(names[int(first[0])], min(row[1] for row in found) == RIGHT, first[2])
+    return FirstWrong(names[int(first[0])], min(row[1] for row in gathered) == RIGHT, first[2])
 
 
 def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
-    """What is wrong with the doors of a submodule on a mesh with tp, or nothing."""
+    """Return what is wrong with the doors of a submodule under tensor parallelism, or "".
+
+    Weights that tp splits and doors belong together (arXiv:1909.08053): with one but not the other, each rank either
+    adds up only its share, or computes all of it and adds it up several times.
+    """
     axes, inside = model.mesh.axes, f"{part}."
     all_doors = (name for whole in model.parts for name, _ in find_doors(whole, Door))
     doors = [name.removeprefix(inside) for name in all_doors if name.startswith(inside)]
@@ -138,7 +164,7 @@ def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
     if unpassed:
         return f"its doors {' and '.join(unpassed)} were not passed"
     if cut and not doors:
-        return f"tp cuts {cut[0]}, but there is no door"
+        return f"tp cuts {cut[0]}, but it has no door"
     if doors and not cut:
         return f"no rule cuts a weight between its doors {' and '.join(doors)}: each rank of tp computes all of it"
     return ""
@@ -149,16 +175,20 @@ Routed = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer of experts: weight
 
 @contextmanager
 def watched_routers(model: Model) -> Iterator[Routed]:
-    seen: Routed = {}
+    """Record each router's logits and choices in a forward pass.
+
+    `Balance.watch` is where every router reports its choices, so replacing it sees all families.
+    """
+    routed: Routed = {}
     balance = model.blueprint.balance
     real = balance.watch
 
     def watch(layer: int, weight_Tk: Tensor, logits_TE: Tensor, expert_Tk: Tensor) -> Tensor:
-        seen[layer] = (weight_Tk.detach(), logits_TE.detach(), expert_Tk)
+        routed[layer] = (weight_Tk.detach(), logits_TE.detach(), expert_Tk)
         return real(layer, weight_Tk, logits_TE, expert_Tk)
 
     balance.watch = watch  # type: ignore[method-assign] # of this one object, and only for a forward
     try:
-        yield seen
+        yield routed
     finally:
-        del balance.watch  # the method of the class is back
+        del balance.watch  # uncovers the method of the class
