@@ -31,7 +31,7 @@ class Host:
     namespace: str = ""
 
     def torchrun(self, arguments: list[str]) -> int:
-        """As the program of that name, in this process."""
+        """Run torchrun in this process."""
         if self.namespace:
             with Path(f"/run/netns/{self.namespace}").open() as file:
                 failed = ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET)

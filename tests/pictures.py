@@ -19,7 +19,7 @@ BEGAN = 1_750_000_000.0
 
 
 def step_line(step: int, **changes: Any) -> dict[str, Any]:
-    """What the trainer writes of a step of a mixture of experts."""
+    """Return the trainer's line for a step of a mixture of experts."""
     dice = random.Random(step)
     values = {
         "train/loss": 1.1 + 1.5 * math.exp(-step / 150) + dice.uniform(-0.06, 0.06),

@@ -105,7 +105,7 @@ class Disk:
         )
 
     def look(self) -> None:
-        """What changed since the last look."""
+        """Record every change since the last look."""
         self._look(self.root)
 
     def _look(self, at: Path) -> int:

@@ -29,7 +29,7 @@ BLOCK = (16, 12)  # of sizes that are no multiples of it
 
 
 def is_kept(key: str, tensor: Tensor) -> bool:
-    """What Qwen's files leave as it is."""
+    """Return whether Qwen's files leave the tensor in its dtype."""
     return tensor.dim() < 2 or any(part in key for part in KEPT)
 
 
@@ -49,7 +49,7 @@ def by_two(scale: float) -> float:
 
 
 def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one block, `[1]`."""
+    """Return the scale of one block, `[1]`."""
     most = float(values.double().abs().max()) if values.numel() else 0.0
     wanted = torch.tensor([most / 448 if most else 1.0], dtype=torch.float64).float()
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -123,7 +123,7 @@ def a_scale_a_tensor() -> Format:
 
 
 def by_transformers(scale_fmt: str = "float") -> Format:
-    """As `save_pretrained` quantises."""
+    """Quantise like `save_pretrained`."""
     config = FineGrainedFP8Config(weight_block_size=(4, 4), scale_fmt=scale_fmt)
     writer = Fp8Quantize(SimpleNamespace(quantization_config=config))
 
@@ -201,7 +201,7 @@ def tensors(at: Path) -> dict[str, Tensor]:
 
 
 def values(at: Path, form: Format) -> dict[str, Tensor]:
-    """What a directory holds, in float64."""
+    """Return the values of a directory in float64."""
     result = tensors(at)
     return {
         key: dequantise(tensor, result[key + form.suffix], form.block) if tensor.dtype == torch.float8_e4m3fn
@@ -218,7 +218,7 @@ SIZES = dict(
 
 
 def written(key: str, matrix: Tensor, form: str) -> dict[str, Tensor]:
-    """What compressed-tensors makes of a matrix, by keys."""
+    """Return the tensors that compressed-tensors makes of a matrix, by key."""
     scheme = preset_name_to_scheme(form, ["Linear"])
     groups, least = matrix.unflatten(-1, (-1, GROUP[form])), matrix.abs().max()
     whole = generate_gparam(-least, least) if form == "NVFP4" else None

@@ -1,4 +1,4 @@
-"""What the JSON schema of a run says against a file, in the words that it uses."""
+"""Objections of a run file's JSON schema, in the words of the schema."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def reference(name: str, **changes: Any) -> Any:
 
 
 def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned: bool = False, **changes: Any) -> Path:
-    """As the hub has it. `turned`: with the matrices of experts turned."""
+    """Write a model like those of the hub. `turned` transposes the matrices of experts."""
     from safetensors.torch import save_file
 
     model, tensors = reference(name, **changes), {}

@@ -49,8 +49,8 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
 
 
 class Rank:
-    """What subprocess.Popen is to a launcher. Its ranks begin when all are forked: one that connected before would wake
-    a thread of the launcher, and what locks that thread holds the next fork would never see free."""
+    """Stand in for subprocess.Popen in a launcher. Ranks begin when all are forked: one that connected before would
+    wake a thread of the launcher, and the next fork would inherit its locks."""
 
     gate = (-1, -1)
 
@@ -88,7 +88,7 @@ class Rank:
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Of every launcher that is started meanwhile."""
+    """Let every launcher fork its ranks."""
     of_torchrun, ours = SubprocessHandler._popen, processes.start_process
 
     def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Rank:
@@ -164,7 +164,7 @@ class Started:
             assert self.more(), self.output[-3000:]
 
     def more(self) -> bool:
-        """What it said since; False at its end."""
+        """Read new output; return False at its end."""
         if not select.select([self.read], [], [], 0.05)[0]:
             return True
         try:

@@ -37,7 +37,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def values(at: Path) -> dict[str, Tensor]:
-    """What a directory holds, in float64, one number after the other."""
+    """Return the values of a directory in float64, number by number."""
     result, out = tensors(at), {}
     for key, tensor in result.items():
         base, _, last = key.rpartition(".")

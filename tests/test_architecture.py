@@ -181,7 +181,7 @@ def does_something(node: ast.stmt) -> bool:
 
 
 def findings(rule: Rule, path: str, text: str) -> list[str]:
-    """What `rule` finds in the file at `path`, which starts with meshwright/."""
+    """Return the findings of `rule` in the file at `path`, which starts with meshwright/."""
     room = PurePosixPath(path).parts[1].removesuffix(".py")
     return [f"{path}:{line}: {message}" for line, message in rule(room, ast.parse(text), text)]
 

@@ -1,4 +1,4 @@
-"""What a batch, a loss or a schedule may hide: refused, or without effect on the numbers."""
+"""Mistakes that a batch, a loss or a schedule may hide are refused, or change no number."""
 
 from __future__ import annotations
 

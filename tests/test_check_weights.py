@@ -223,7 +223,7 @@ def peak_bytes(source: Path) -> tuple[int, int]:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Of fused tensors of 134 and 67 MB, but a part is in memory at any time."""
+    """Fused tensors have 134 and 67 MB; only a part is in memory at any time."""
     config = tiny.of(
         "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], hidden_size=512, moe_intermediate_size=1024,
         num_experts=64,

@@ -87,7 +87,7 @@ def test_no_byte_can_change_unnoticed(run: Path) -> None:
 
 
 def resuming(source: Path, step: Path, num: int) -> list[tuple[str, str]]:
-    """What `resume` says of flipped bytes; all but the last engine see one each, and go on."""
+    """Return the errors of `resume` for flipped bytes. All engines but the last see one each, and go on."""
     engine, out = engine_of(source, {}), []
     for path, at in places(step, num):
         flip(path, at)

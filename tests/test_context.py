@@ -53,7 +53,7 @@ def scores(source: Path, mesh: dict[str, int]) -> Tensor:
 
 @pytest.mark.parametrize("mesh", [dict(cp=2, tp=2), dict(pp=2)], ids=trials.named)
 def test_logits_are_those_of_transformers(tmp_path: Path, mesh: dict[str, int]) -> None:
-    """Of all families, with documents across the boundaries of ranks."""
+    """Documents cross the boundaries of ranks."""
     wanted = {name: reference_outputs(name)[0] for name in tiny.ODD}
     sources = {name: tiny.directory(tmp_path / name, name) for name in tiny.ODD}
     cases = {name: functools.partial(scores, at, mesh) for name, at in sources.items()}

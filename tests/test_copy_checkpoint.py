@@ -32,7 +32,7 @@ class Faulty(MemoryFileSystem):
 
     @classmethod
     def begin(cls, fault: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
-        """As an empty store."""
+        """Empty the store."""
         cls.store, cls.pseudo_dirs, cls.calls, cls.fault = {}, [""], 0, fault  # type: ignore[assignment]
 
     @classmethod
@@ -135,7 +135,7 @@ def whole(url: str, tmp_path: Path) -> str:
 
 
 def some_calls(run: Path) -> list[int]:
-    """Of those that a copy makes: the first, the last, and some between them."""
+    """Return the first and the last call of a copy, and some between."""
     mw.copy_checkpoint(run / "step-000001", "faulty://count/run")
     before = Faulty.calls
     mw.copy_checkpoint(run, "faulty://count/run")
@@ -148,7 +148,7 @@ class Killed(BaseException):
 
 
 def test_a_process_that_dies_at_any_call(run: Path, tmp_path: Path) -> None:
-    """What it has sent is no checkpoint, or all of one; the earlier one stays; the next copy goes through."""
+    """A copy leaves no checkpoint or a complete one; the earlier one stays, and the next copy goes through."""
     calls, seen = some_calls(run), set()
     for at in calls:
         Faulty.begin()

@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "of", [list, np.array, torch.tensor, lambda m: torch.tensor(m).bool()], ids=["list", "array", "tensor", "bool"]
 )
 def test_a_mask_over_the_tokens(of: Any) -> None:
-    """As a chat template gives it: 7, 8 and 10 are learnt, each by the token before it."""
+    """A chat template gives such a mask: 7, 8 and 10 are targets, each predicted by the token before it."""
     batch = mw.pack(DOCUMENTS, trained=[of(mask) for mask in MASKS], length=8)
     assert batch.labels.tolist() == [-100, 7, 8, -100, 10, -100, -100, -100]
     assert batch.num_targets == 3
@@ -58,7 +58,7 @@ def test_a_mask_trains_the_answer(source: Path) -> None:
 
 
 def test_a_mean_over_answers(source: Path) -> None:
-    """As docs/rl.md says: weights stand beside the tokens of the answer."""
+    """docs/rl.md puts the weights at the tokens of the answer."""
     weights = mw.over_tokens([[learnt / sum(mask) for learnt in mask] for mask in MASKS])
 
     def act() -> tuple[float, float]:
@@ -108,7 +108,7 @@ def test_values_over_the_tokens_move_to_the_terms(of: Any) -> None:
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, None])
 def test_labels_over_the_tokens(kind: Any) -> None:
-    """As transformers has them. A -100 does not fit into every kind of number."""
+    """Labels are those of transformers. Not every kind of number holds -100."""
     given = [[5, 6, 7, 8], [9, 10, 11]]
     labels = [np.array(each, kind) for each in given] if kind else given
     assert torch.equal(mw.pack(DOCUMENTS, labels=mw.over_tokens(labels)).labels, mw.pack(DOCUMENTS).labels)
@@ -199,7 +199,7 @@ def test_a_field_put_in_later_must_fit() -> None:
 
 
 def test_labels_mask_a_value_head(source: Path) -> None:
-    """What `num_targets` says is what is trained: before, the prompt was trained too."""
+    """`num_targets` counts the trained tokens: before, the prompt was trained too."""
 
     def act() -> tuple[float, float, int, int]:
         engine = build(source, {}, head="value", loss=mw.losses.squared_error)

@@ -108,7 +108,7 @@ def test_the_source_of_each_token() -> None:
 
 
 def test_a_changed_document_is_another_plan(source: Documents, tmp_path: Path) -> None:
-    """Of the same length; where the files lie does not matter."""
+    """The length is the same; the place of the files does not matter."""
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
 
     def plan(folder: str) -> str:

@@ -31,7 +31,7 @@ def arrow(file: Path, rows: Sequence[Mapping[str, Any]], batch: int = 2) -> Path
 
 
 def saved(at: Path, *files: Sequence[Mapping[str, Any]], split: str = "train") -> Path:
-    """As save_to_disk of datasets 5.2 does it; the caches of its maps lie beside."""
+    """Save like save_to_disk of datasets 5.2, with the caches of its maps."""
     at.mkdir(parents=True)
     names = [f"data-{n:05d}-of-{len(files):05d}.arrow" for n in range(len(files))]
     for name, rows in zip(names, files, strict=True):
@@ -126,7 +126,7 @@ def test_splits(tmp_path: Path, model: Path) -> None:
 
 
 class Loaded(list[Path]):
-    """What load_dataset gives. `beyond`: rows that it says to have and its files do not."""
+    """Stand in for the result of load_dataset. `beyond`: rows that it announces and its files lack."""
 
     beyond = 0
 
@@ -140,7 +140,7 @@ class Loaded(list[Path]):
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the stub was asked for."""
+    """Record the calls of the stub."""
     requests: list[tuple[Any, ...]] = []
 
     def load(*args: Any, **more: Any) -> Loaded:

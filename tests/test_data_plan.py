@@ -1,4 +1,4 @@
-"""What is trained on does not depend on the mesh, nor on where a run was cut off; and little of it is filler."""
+"""Training data do not depend on the mesh, nor on where a run was cut off; and little of it is padding."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_another_seed_or_length_is_another_plan(change: dict[str, Any]) -> None:
 
 
 def run(plan: Plan, mesh: tuple[int, int], begin: int, steps: int | None) -> tuple[list[Any], int]:
-    """What N data ranks with R micro-batches train on from stream `begin`, and which stream is next."""
+    """Return the documents that N data ranks with R micro-batches train on from stream `begin`, and the next stream."""
     ranks, batches = mesh
     seen, at = [], begin
     while at < plan.num_streams and (steps is None or at < begin + steps * ranks * batches):

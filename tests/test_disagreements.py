@@ -1,4 +1,4 @@
-"""What ranks may disagree on: named on all of them, before any work."""
+"""Disagreements between ranks are named on all of them, before any work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _made(engine: mw.Engine, documents: Any, length: int = 8, **options: Any) ->
 
 
 def apart(what: str, one: str, zero: str) -> str:
-    """What it is on rank 1, and what on rank 0."""
+    """Return one value on rank 1, another on rank 0."""
     return words(rf"{what}.* {one} on rank 1\b", rf" {zero} on rank 0\b")
 
 
@@ -214,7 +214,7 @@ Disagreed = Callable[[str], list[str]]
 
 
 def groups() -> list[list[str]]:
-    """Those of a mesh share a world, but for ranks that make different meshes."""
+    """Group the cases of a mesh in one world, apart from ranks that make different meshes."""
     of_mesh: dict[str, list[str]] = {}
     for name, (mesh, *_) in DISAGREED.items():
         of_mesh.setdefault("axes" if name == "axes" else trials.named(mesh), []).append(name)

@@ -113,7 +113,7 @@ def shown(default: object) -> str:
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """As a caller sees it: names and defaults."""
+    """Return the names and defaults that a caller sees."""
     out: list[str] = []
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in out:
@@ -130,7 +130,7 @@ def made_by_users(public: type) -> bool:
 
 
 def expected_of(name: str) -> Iterator[str]:
-    """What the section of a public name must hold: its signature, its arguments, what a caller reaches by it."""
+    """Return the entries of the section of a public name: its signature, its arguments, its fields and methods."""
     public = getattr(mw, name)
     if isinstance(public, ModuleType):
         functions = {k: v for k, v in vars(public).items() if isinstance(v, FunctionType)}

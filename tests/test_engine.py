@@ -1,4 +1,4 @@
-"""What a user of the engine meets: losses and weights, evaluation, frozen parameters, mistakes that are named."""
+"""The engine's user interface: losses and weights, evaluation, frozen parameters, mistakes that are named."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def written_bit_by_bit(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_system_that_writes_less_than_it_is_given(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Linux does of more than 2 GB, and a network file system of less."""
+    """Linux does so above 2 GB, and a network file system below it."""
     worlds.run(2, written_bit_by_bit, source, tmp_path / "out", monkeypatch)
     assert bytes_of(tmp_path / "out") == bytes_of(source)
 

@@ -91,7 +91,7 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_link_that_moves_on(tmp_path: Path) -> None:
-    """What is exported with the weights of one step is not the tokenizer of another."""
+    """An export never mixes the weights of one step with the tokenizer of another."""
     for step in "AB":
         (tiny.directory(tmp_path / step, "qwen3") / "tokenizer.json").write_text(step)
     (tmp_path / "latest").symlink_to(tmp_path / "A")

@@ -46,7 +46,7 @@ def cases_on(mesh: Mapping[str, int]) -> list[Case]:
 
 
 def whole(model: mw.Model) -> dict[str, Tensor]:
-    """As wide as they are kept, on rank 0."""
+    """Return tensors in their stored width, on rank 0."""
     keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
     stored = model.stored_model(model.values())
     return {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
@@ -85,7 +85,7 @@ def test_loaded_exactly_and_exported_to_the_byte(
 
 
 def sealed(tensor: Tensor) -> tuple[str, Tensor]:
-    """What ranks can tell each other of a tensor in 8 bits."""
+    """Return the type and the bytes of a tensor: ranks cannot send 8-bit dtypes to each other."""
     return f"{tensor.dtype} {tuple(tensor.shape)}", bits(tensor).clone()
 
 
@@ -230,7 +230,7 @@ def halves(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_format
 
 
 def from_the_first_row(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_formats.Places:
-    """Of a piece, as if it began where the matrix does."""
+    """Read a piece as if it began at the first row of the matrix."""
     return right_places(view.as_strided(view.shape, view.stride(), 0), shape, scale)
 
 
@@ -266,7 +266,7 @@ def own_rows_alone(grid: Tensor, at: str) -> Tensor:
 
 
 def three_times(at: Path, out: Path, plant: bool) -> None:
-    """What the second rank has."""
+    """Multiply the rows of the second rank by three."""
     mesh = mw.Mesh(fsdp=2, device="cpu")
     model = mw.load(at, mesh, dtype=torch.float32)
     if mesh.rank == 1:
@@ -334,7 +334,8 @@ def in_fp8(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, tuple[str,
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
 def test_a_source_in_bfloat16_becomes_fp8(tmp_path: Path, family: str) -> None:
-    """What blocks divide, and nothing that Qwen leaves as it is; the same on any mesh, and transformers reads it."""
+    """FP8 takes every matrix that blocks divide, except those that Qwen leaves wide. The mesh changes no byte, and
+    transformers reads the result."""
     sizes = {**SIZES, **(DELTA if "qwen3_5" in family else {})}
     at = tiny.directory(tmp_path / "plain", family, dtype=torch.bfloat16, **sizes)
     mesh = dict(fsdp=2, tp=2)
@@ -378,7 +379,7 @@ def refuses(at: Path, out: Path) -> None:
 
 
 def configs(at: Mapping[str, Path], out: Path) -> None:
-    """What the config of an export says of scales, whatever it is an export of."""
+    """Check the quantization config of exports of several kinds."""
 
     def message(name: str, **choices: Any) -> dict[str, Any]:
         head = "value" if name == "critic" else "lm"
@@ -441,7 +442,6 @@ def heads(at: Path) -> None:
 
 
 def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """That is used, or kept."""
 
     def change(config: dict[str, Any], files: dict[str, Tensor]) -> None:
         numbers, grid = quantised.quantise(files["lm_head.weight"], quantised.BLOCK, torch.bfloat16)

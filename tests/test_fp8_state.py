@@ -81,8 +81,8 @@ def written(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", ["ours", "dcp"])
 def test_transformer_engine_2713(source: Path, saved: Any, tmp_path: Path, way: str) -> None:
-    """What one mesh saved of dense layers, the delta net and grouped experts is the same to the bit on any other; and
-    on its own mesh the next step is, too."""
+    """A checkpoint of dense layers, the delta net and grouped experts is bitwise the same after any other mesh, and so
+    is the next step on its own mesh."""
     at, before = saved
     expected = written(at / "ours")
     some = [MESHES[0], MESHES[1 if way == "dcp" else 2]]

@@ -1,4 +1,4 @@
-"""What is not trained stays in the dtype of its files, and changes no number."""
+"""Frozen parameters stay in the dtype of their files, and change no number."""
 
 from __future__ import annotations
 
@@ -241,7 +241,8 @@ BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.MemoryOptions]] = {
 def apart_from_the_bill(
     source: Path, mesh: dict[str, int], train: list[str], memory: mw.MemoryOptions
 ) -> dict[Any, Any]:
-    """What a step sends, and the bill says otherwise: by operation and ranks, how often and as the bill has it."""
+    """Return the collectives of a step that differ from the bill, by operation and ranks: how often, and the count on
+    the bill."""
     sees, size = "vl" in source.name, {"context": mw.ContextParallel(attention=1)} if "cp" in mesh else {}
     model = mw.init(source, trials.mesh_of(mesh), dtype=F32, train=train, memory=memory, tower=sees, **size)
     engine = mw.Engine(model, lr=1e-3, router_aux="previous")

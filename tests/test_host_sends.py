@@ -102,7 +102,7 @@ class Interrupted:
 
 @worlds.world(2)
 def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
-    """What nobody holds any more when it comes would stop gloo."""
+    """A tensor without a receiver would stop gloo."""
     group = world(2)
     if group.rank() == 0:
         with pytest.MonkeyPatch.context() as patch:

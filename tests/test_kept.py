@@ -1,4 +1,4 @@
-"""What a layer keeps of its products for the run in backward: what that wants, and no more."""
+"""A layer keeps only those products that its backward needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rand(seed: int = 0) -> Tensor:
 
 
 def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
-    """What is kept of it, and gradients."""
+    """Return the products kept, and gradients."""
     kept = SavedResults(ops, (MUL,))
     with kept.record(), recompute_saved_tensors(run, args, kept.replay, kept.mark_saved):
         y = run(*args)

@@ -91,7 +91,7 @@ def test_kubernetes() -> None:
 
 
 def test_ray() -> None:
-    """What it takes of meshwright is there."""
+    """Every import of meshwright in the file exists."""
     tree = ast.parse((FILES / "ray_train.py").read_text())
     taken = {ast.unparse(each) for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
     assert {"mw.Trainer", "mw.train.read", "config.mesh.world", "config.launch.timeout_s"} <= taken
@@ -116,7 +116,7 @@ def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_restarts_that_would_meet_old_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of torchrun with a store that outlives its ranks: refused before anything is done."""
+    """torchrun's restarts with a store that outlives the ranks are refused before any work."""
     chats(tmp_path / "chats.jsonl")
     config = mw.train.read(file_of(tmp_path, source(tmp_path / "m", "qwen3_tied")))
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}.items():

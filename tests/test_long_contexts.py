@@ -81,7 +81,7 @@ def halo_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def top_left(patch: pytest.MonkeyPatch) -> None:
-    """As `is_causal` of torch: the first query sees the first key alone."""
+    """Mask like torch's `is_causal`: the first query sees the first key alone."""
     real = torch.Tensor.tril
     patch.setattr(torch.Tensor, "tril", lambda x, diagonal=0: real(x, 0 if x.dtype == torch.bool else diagonal))
 
@@ -196,7 +196,8 @@ def test_what_a_layer_sends() -> None:
 
 
 def test_what_is_chosen() -> None:
-    """As many neighbours as divide cp and the heads that tp leaves; a delta net swaps with all, or not at all."""
+    """Attention swaps with as many neighbours as divide cp and the heads of a tp rank; a delta net swaps with all or
+    none."""
     delta_net = Blueprint.of(tiny.of("qwen3_5", num_attention_heads=12, num_key_value_heads=3))
     chosen = {
         (): "",

@@ -185,7 +185,7 @@ def out_of_memory(engine: mw.Engine) -> None:
 
 
 def ends_between_steps(engine: mw.Engine) -> None:
-    """As the interpreter leaves it when nobody catches an error of the user's own loop."""
+    """Exit like the interpreter after an uncaught error of the user's loop."""
     sys.last_value = KeyError("label")
     assert heartbeat.position.watch is not None
     heartbeat.position.watch.leave()
@@ -259,7 +259,7 @@ def test_a_hook_that_fsdp_calls_is_no_waiting(inner: list[str], place: tuple[str
 
 
 def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
-    """As without torchrun: the store dies with rank 0."""
+    """Without torchrun the store dies with rank 0."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
     return trained(source, TP, harm, victim=0)
 

@@ -1,4 +1,4 @@
-"""What a user may do wrong: named on all ranks, before any work."""
+"""Mistakes of a user are named on all ranks, before any work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _with(engine: mw.Engine, loss: Any) -> mw.Engine:
 
 
 def _ratio_of_answers(engine: mw.Engine) -> None:
-    """Of whole answers, and 1 in the first step."""
+    """Return the ratio of whole answers; it is 1 in the first step."""
     batches = mine(engine)
     lo, hi = engine.model.mesh.token_range(len(batches[0]))
     old_T = mw.logprobs(engine.model, batches[0])[lo:hi]

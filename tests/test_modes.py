@@ -62,7 +62,7 @@ def test_autocast_is_refused(source: Path, name: str) -> None:
 
 
 def under(source: Path, dtype: torch.dtype) -> list[Any]:
-    """Of a step late in a run: some dtypes know no 301."""
+    """Take a step late in a run: some dtypes cannot hold 301."""
     torch.set_default_dtype(dtype)
     engine = build(source, {}, loss=lambda scores, fields: -scores["logprobs"] * fields["advantage"])
     batch = mw.pack([[5, 6, 7], [8, 9]], fields={"advantage": [[1.1, -0.3, 0.7], [0.2, 0.9]]})

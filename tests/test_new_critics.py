@@ -37,7 +37,7 @@ def language_model(at: Path, name: str) -> Path:
 
 
 def trained(source: Path, out: Path, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What it gives at the last token of each document, and its weights."""
+    """Return the values at the last token of each document, and the weights."""
     model = mw.load(source, mw.Mesh(fsdp=2), head="value", dtype=torch.float32)
     batch = mw.pack(DOCUMENTS, fields={"target": [[1.0] * len(d) for d in DOCUMENTS]})
     mw.Engine(model, lr=1e-2, loss=mw.losses.squared_error).step([batch])

@@ -1,4 +1,4 @@
-"""What fails on one rank alone is named on all of them at once, and whoever catches it can go on."""
+"""A failure on one rank is named on all ranks at once, and a caller that catches it can go on."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_terms_that_are_detached_on_one_rank(source: Path) -> None:
 
 
 def too_few(source: Path, timeout_s: float) -> tuple[str, float]:
-    """What is known on all ranks is refused on all, so that whoever catches it may take another mesh."""
+    """All ranks refuse together, so that a caller may take another mesh."""
     began = time.monotonic()
     text = caught(lambda: mw.load(source, mw.Mesh(tp=4, timeout_s=timeout_s), dtype=torch.float64))
     model = mw.load(source, mw.Mesh(fsdp=2, tp=2, timeout_s=timeout_s), dtype=torch.float64)

@@ -291,7 +291,7 @@ def test_what_a_file_of_json_may_not_be(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_a_reader_that_stops_early() -> None:
-    """As `| head` does. The exit code stays that of the result."""
+    """`| head` does this. The exit code stays that of the result."""
     command = [sys.executable, "-m", "meshwright", "plan", "tiny-qwen3-moe", "--device", "1kB", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None

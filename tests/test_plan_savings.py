@@ -41,7 +41,7 @@ MESHES = {"fsdp=2,tp=2,ep=2": {"fsdp": 2, "tp": 2, "ep": 2}, "pp=2,cp=2": {"pp":
 
 
 def _real(source: Path, mesh: dict[str, int], args: list[Any]) -> list[tuple[list[Stored], list[Charge]]]:
-    """Of this rank, with each of the savings."""
+    """Return the storage and the bill of this rank for each option."""
     result = []
     for memory, state in args:
         held = mw.Mesh(**mesh, device="cpu")

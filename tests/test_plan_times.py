@@ -137,7 +137,7 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
 
 
 def test_experts_between_nodes() -> None:
-    """Of 64 ranks 56 are in other nodes: 4 times a layer, 8 experts a token, the tokens of a rank."""
+    """56 of 64 ranks are in other nodes: 4 exchanges a layer, 8 experts a token, the tokens of a rank."""
     result = estimate(figures_of(QWEN3_235B_A22B, num=1, fsdp=128, tp=8, ep=64))
     [experts] = [wait for wait in result.waits if wait.what == "all-to-all of experts"]
     rows = 8192 / 8 * 8 * 4096 * 2

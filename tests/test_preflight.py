@@ -74,7 +74,7 @@ def test_what_the_model_refuses(at: Path, sets: list[str], wanted: str, capsys: 
 
 
 def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of held-out data too, before any rank starts."""
+    """Held-out data count too, and no rank has started."""
     path = file_of(at, at / "m", eval={"path": str(at / "bad.jsonl")})
     assert "bad.jsonl:1" in message_of(capsys, path, command=["train"])
     (at / "worse.jsonl").write_text("no JSON\n")

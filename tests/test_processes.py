@@ -125,8 +125,8 @@ def refused(path: Path) -> str:
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    """What a dead process left is no lock. Ranks of torchrun refuse an OUT that is in use before they load anything,
-    and leave its failure.txt alone."""
+    """A dead process leaves no lock. Ranks of torchrun refuse an OUT in use before they load anything, and leave its
+    failure.txt alone."""
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, tmp_path / "no model", mesh={"fsdp": 2})
     out = tmp_path / "out"

@@ -196,7 +196,7 @@ def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: 
 
 
 def test_a_file_of_both_processors(tmp_path: Path) -> None:
-    """As transformers writes it now."""
+    """transformers writes this file now."""
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": shown.IMAGE_SETTINGS}))
     noise(tmp_path / "b.png", 8, 8)
     assert processor(tmp_path, tmp_path).picture("b.png").grid == (1, 2, 2)
@@ -212,7 +212,7 @@ def test_a_picture_that_has_changed(directory: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mode: str) -> None:
-    """As processors and servers show it, and not black on black."""
+    """Processors and servers show white, not black on black."""
     clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     clear.paste((0, 0, 0, 255), (16, 16, 32, 48))
     clear.convert(mode).save(tmp_path / "a.png")

@@ -32,7 +32,7 @@ def output_of(capsys: pytest.CaptureFixture[str], source: Path) -> tuple[int, di
 
 
 def published(at: Path) -> Path:
-    """As the cache of the hub keeps a model: files are links to blobs that are named by their sha256."""
+    """Write a model like the cache of the hub: links to blobs named by their sha256."""
     made = tiny.directory(at / "made", "qwen3", dtype=torch.bfloat16)
     blobs, snapshot = at / "blobs", at / "snapshots" / "1"
     blobs.mkdir()

@@ -1,4 +1,4 @@
-"""What a recorder sees, and that it is gone when it is left."""
+"""A recorder records every collective, and nothing after it is left."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_targets_and_tokens_are_counted_once(sources: dict[str, Path], mesh: dic
 
 
 def stepped_both_ways(source: Path, mesh: dict[str, int]) -> list[dict[str, Tensor]]:
-    """What a rank stores after three steps, by `step` and by its two halves."""
+    """Return the parameters of a rank after three steps, by `step` and by its two halves."""
     out = []
     for halves in (False, True):
         engine = build(source, mesh)

@@ -40,13 +40,12 @@ SHALLOW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_att
 
 
 def parameters(name: str, kind: str) -> Fields:
-    """What a config has for a family, as transformers 5 writes it."""
+    """Return the fields of a family's config, as transformers 5 writes them."""
     return {**(PARTLY if name.startswith("qwen3_5") else {"rope_theta": 1000.0}), **SCALED[kind]}
 
 
 @pytest.mark.parametrize("name", parts.every(2, FAMILIES))
 def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
-    """Of every type, in two worlds for all of them."""
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
     changes = {kind: {"rope_parameters": parameters(name, kind), **shallow} for kind in SCALED}
     sources = {kind: tiny.directory(tmp_path / kind, name, **changes[kind]) for kind in SCALED}

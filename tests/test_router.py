@@ -116,7 +116,7 @@ def test_previous_begins_with_even_shares(sources: dict[str, Path]) -> None:
 
 
 def cut(num: int) -> Any:
-    """The same documents in 1, 2 or 4 micro-batches."""
+    """Return the same documents in 1, 2 or 4 micro-batches."""
     documents = [[5, 6, 7, 8], [1, 2, 3, 4], [100, 101, 102, 103], [33, 44, 55, 66]]
     share = len(documents) // num
     return lambda rank, ranks: [mw.pack(documents[i : i + share]) for i in range(0, len(documents), share)]

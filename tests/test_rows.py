@@ -73,7 +73,7 @@ def test_the_history_of_alpaca_is_its_earlier_turns() -> None:
 
 
 def test_template_kwargs_of_a_row_reach_the_template() -> None:
-    """As in TRL: over the arguments of the source, and over what `thinking` would ask for."""
+    """TRL does this: they override the arguments of the source and those of `thinking`."""
     template = GOOD["hybrid"].replace(
         "{%- for m in messages -%}", "{{- mood | default('') -}}{%- for m in messages -%}", 1
     )

@@ -1,4 +1,4 @@
-"""What a model writes: the same as transformers and on every mesh, and nothing of it is seen by the training."""
+"""Samples equal transformers' on every mesh, and training does not depend on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MESHES = {"qwen3": [dict(fsdp=2)], "qwen3_moe": [dict(fsdp=2, ep=2), dict(tp=2, 
 
 
 def peer(at: Path) -> list[list[int]]:
-    """Of transformers, a prompt at a time, with its cache."""
+    """Generate with transformers, a prompt at a time, with its cache."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
@@ -87,7 +87,7 @@ def test_what_is_drawn() -> None:
 
 
 def with_and_without(path: Path) -> None:
-    """The same run twice in one world."""
+    """Run twice in one world, without and with samples."""
     sampled = ['sample.prompts=["3?","7?"]', "sample.every=2", "sample.tokens=6", "sample.top_p=0.9"]
     for name, sets in {"plain": [], "sampled": sampled}.items():
         run(config_file.read(path, [*sets, f"out={path.parent / name / 'out'}"]))
@@ -111,7 +111,7 @@ def test_training_does_not_see_it(tmp_path: Path) -> None:
 
 
 def generated(at: Path, prompt: str, tokens: int) -> str:
-    """As a server would go on: its template, its end."""
+    """Generate like a server, with the template and its end token."""
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float64), tokenizer_of(at)

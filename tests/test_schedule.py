@@ -77,7 +77,7 @@ def makes(line, first, action):
 
 
 class Ranks:
-    """What each rank has: results that it made, and those that it was sent."""
+    """The results that each rank made, and those that it received."""
 
     def __init__(self, line, first):
         self.line, self.first = line, first
@@ -212,7 +212,7 @@ def test_transfers_that_do_not_block_cost_no_time():
 
 
 def unpaired(line, orders):
-    """What one would write without `program`: receive before an action, send after it."""
+    """Receive before each action and send after it, as one would without `program`."""
     has = {action for order in orders for action in order}
     lists = [[] for _ in orders]
     for rank, order in enumerate(orders):

@@ -1,4 +1,4 @@
-"""What an engine holds on to between calls, and what may become of it: parameters, gradients, settings, loads."""
+"""State of an engine between calls: parameters, gradients, settings, loads."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def one_process(source: Path, out: Path) -> Whole:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, Whole]]:
-    """Of a family: its source, a checkpoint that one process saved after two steps, and the moments in its memory."""
+    """Return for a family: its source, a checkpoint of one process after two steps, and the moments in its memory."""
 
     @functools.cache
     def make(name: str) -> tuple[Path, Path, Whole]:
@@ -295,7 +295,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 def there_and_back(source: Path, reference: Path, whole: Whole, mesh: Mapping[str, int], out: Path) -> list[str]:
-    """What is not as one process has it, in the memory of this rank; then it is saved again."""
+    """Name the moments on this rank that differ from those of one process; then save again."""
     engine = engine_of(source, mesh)
     mw.resume(engine, reference)
     wrong = []

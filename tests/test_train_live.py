@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live view, plain lines, the last words; and that nothing stays behind."""
+"""The live view of a run, plain lines and the last words; no process stays behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: losses by source, operations, several held-out sets, the best checkpoint."""
+"""Beyond its steps a run has: losses by source, operations, several held-out sets, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.runs import STEPS, chats, file_of, lines, losses, source
 
 
 def three_sources(at: Path) -> Path:
-    """Of which the second has a name of its own."""
+    """Name the second of three sources."""
     model = source(at / "m", "qwen3_tied")
     for number, name in enumerate("abc"):
         chats(at / f"{name}.jsonl", 30 + number)
@@ -83,7 +83,7 @@ def operations(directory: Path, **options: Any) -> tuple[Flops, list[Param]]:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"])
 def test_operations_are_those_that_torch_counts(tmp_path: Path, name: str) -> None:
-    """Of transformers, which computes the half of attention that is masked, too."""
+    """transformers computes the masked half of attention, too."""
     from transformers import AutoModelForCausalLM
 
     directory, tokens = tiny.directory(tmp_path, name), 24
@@ -200,7 +200,7 @@ def test_a_lower_loss_renews_the_patience() -> None:
 
 
 def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
-    """As that of an evaluation does, so that the two can be compared."""
+    """The loss of an evaluation leaves it out too, so that the two are comparable."""
     message: list[dict[str, Any]] = []
     nothing: Any = None
     engine: Any = SimpleNamespace(max_norm=1.0, tokens=0)

@@ -169,7 +169,7 @@ def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path
 
 
 def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of two processes; examples/colours.py lets it answer."""
+    """Two processes train; examples/colours.py lets transformers answer."""
     file = file_of(tmp_path, model("qwen3_vl"), dtype="float32")
     runs.on_mesh(file, dict(fsdp=2))
     export = tmp_path / "out" / "export"

@@ -65,7 +65,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "changes"), parts.every(2, FIELDS), ids=str)
 def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
-    """Of every family, and of every field of the config that a family reads, away from its default."""
+    """Each family, and each field of the config that a family reads, away from its default."""
     compare(tmp_path, name, changes)
 
 
@@ -103,7 +103,7 @@ DEFAULT_HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(DEFAULT_HEADS))
 def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
-    """What files do not say differs from family to family."""
+    """The default differs from family to family."""
     source = tiny.directory(tmp_path / "m", name, **DEFAULT_HEADS[name])
     config = json.loads((source / "config.json").read_text())
     del config["head_dim"]
@@ -207,7 +207,7 @@ def _values(source: Path) -> Tensor:
 
 
 def _dtypes(source: Path) -> dict[str, set[torch.dtype]]:
-    """What reaches the ops that must not get rounded values, in a bf16 run."""
+    """Return the dtypes that reach ops which must not get rounded values, in a bf16 run."""
     seen: dict[str, set[torch.dtype]] = {}
     ops = qwen3_5.ops
 

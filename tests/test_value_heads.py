@@ -26,7 +26,7 @@ TWO = dict(fsdp=2, tp=2)
 
 
 def labels(num: int) -> list[list[int]]:
-    """Of each token; a sequence classifier reads those of the last ones."""
+    """Return labels of each token; a sequence classifier reads the last ones."""
     return [[(7 * token + at) % num for at, token in enumerate(d)] for d in DOCUMENTS]
 
 
@@ -41,7 +41,7 @@ def reference_outputs(name: str, kind: str, changes: dict[str, Any]) -> tuple[Te
 
 
 def ours(source: Path, kind: str, num: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same of the packed documents."""
+    """Return logits and gradients of the packed documents."""
     model = mw.load(source, head="value", dtype=torch.float32)
     classes = labels(num) if kind == "Token" else [[*[-100] * (len(of) - 1), of[-1]] for of in labels(num)]
     batch = mw.pack(DOCUMENTS, labels=classes, length=60)

@@ -134,7 +134,7 @@ def real(source: Path, mesh: dict[str, int]) -> tuple[list[Any], int]:
 
 
 def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
-    """What is worked out on the meta device is what ranks find of a model that they hold."""
+    """The meta device gives the same numbers as ranks with a loaded model."""
     mesh = dict(fsdp=2, tp=2, ep=2)
     source = tiny.directory(tmp_path / "m", "qwen3_5_moe")
     result = worlds.run(4, real, source, mesh)

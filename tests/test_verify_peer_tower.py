@@ -68,7 +68,7 @@ def test_in_every_step(tmp_path: Path, family: str) -> None:
 
 
 def a_merger_with_tanh(patch: pytest.MonkeyPatch) -> None:
-    """As the blocks have it. Not in torch: transformers would have it too."""
+    """Use the GELU of the blocks. A change in torch would change transformers too."""
 
     def forward(self: Merger, x_PE: torch.Tensor) -> torch.Tensor:
         x_NF = self.fc1(self.norm(x_PE).view(-1, 4 * x_PE.shape[1]))
@@ -145,7 +145,7 @@ def test_no_two_pictures_touch(step: int) -> None:
 
 
 def test_pictures_are_bytes_and_numbers() -> None:
-    """As `meshwright train` reads them, and as processors of others give them."""
+    """`meshwright train` reads bytes, and other processors give numbers."""
     data = Data(vocab=131, long=LONG, vision=Vision(120, 121, 96))
     made = {step: [d for docs in data.pictures(1, step) for d in docs] for step in (0, LONG_STEP)}
     kinds = {step: {pixels.dtype for document in result for pixels, _ in document} for step, result in made.items()}

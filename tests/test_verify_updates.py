@@ -1,5 +1,5 @@
-"""What goes wrong on a mesh alone, and not in the sums of gradients: updates, what is handed out, evaluation, logits,
-weights of tokens, long documents."""
+"""Bugs on a mesh beyond the sums of gradients: updates, gathered weights, evaluation, logits, weights of tokens,
+long documents."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ Planted = tuple[str, str]  # of these names
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], list[Finding]]:
-    """Those of a mesh share a world."""
+    """The cases of a mesh share a world."""
     at = tmp_path_factory.mktemp("updates")
     plain = tiny.directory(at / "plain", "qwen3_moe", num_hidden_layers=2)
     two = ["linear_attention", "full_attention"]

@@ -58,7 +58,7 @@ APART = tuple(name for name in DOCUMENTS if name != "touching")
 
 @functools.cache
 def reference_positions() -> dict[str, Tensor]:
-    """Of each document that transformers can find them for."""
+    """Return the positions of each document for which transformers finds them."""
     model, out = _reference("qwen3_vl").model, dict[str, Tensor]()
     for case in APART:
         made = inputs(DOCUMENTS[case])
@@ -120,7 +120,7 @@ def _reference_logits(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor
 
 
 class Outputs(NamedTuple):
-    """Of all documents: rows of the tower, what its norms make of small numbers, logits, loss and gradients."""
+    """Outputs for all documents: rows of the tower, norms of small numbers, logits, loss and gradients."""
 
     rows: list[Tensor]
     norms: list[Tensor]
@@ -130,7 +130,8 @@ class Outputs(NamedTuple):
 
 
 def _of_small_numbers(tower: nn.Module, kind: type[nn.Module]) -> list[Tensor]:
-    """What each norm makes of numbers whose variance is near its epsilon: elsewhere nobody sees another one."""
+    """Return the output of each norm for numbers whose variance is near its epsilon: elsewhere the epsilon does not
+    show."""
     norms = [module for module in tower.modules() if isinstance(module, kind)]
     widths = [len(norm.get_parameter("weight")) for norm in norms]
     with torch.no_grad():
@@ -151,7 +152,7 @@ def ours(source: Path) -> Outputs:
 
 
 def reference_outputs(name: str) -> Outputs:
-    """The same of transformers, document by document. Its rows come in the order of ours."""
+    """Return transformers' outputs, document by document, with rows in the order of ours."""
     model, batch, seen = _reference(name), seeing.packed(DOCS), list[list[Tensor]]()
     model.zero_grad()
     logits = [_reference_logits(name, DOCUMENTS[doc], seen) for doc in DOCS]
@@ -220,7 +221,7 @@ SPELLED_ON: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=
 
 
 def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, Any]:
-    """What a mesh holds of a source and gives back: by stream, export, checkpoint and state dict."""
+    """Return the tensors that a mesh loads, and those of stream, export, checkpoint and state dict."""
     model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, tower=True)
     engine = mw.Engine(model, lr=1e-2)
     mw.export(model, out / "export")

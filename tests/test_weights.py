@@ -79,7 +79,7 @@ Source = tuple[str, str | None]  # a family, and the layout of its experts
 
 @dataclass(frozen=True)
 class Moved:
-    """Of one source on one mesh: what each rank read, and where it was exported to."""
+    """Bytes that each rank read of a source on a mesh, and its export."""
 
     source: Path
     out: Path
@@ -112,7 +112,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
 
 
 def reads_its_own(of: Moved, mesh: str) -> None:
-    """Of what tp cuts by columns the whole rows: short strips are read with what lies between them."""
+    """Ranks read whole rows of what tp cuts by columns: short strips are read with the bytes between them."""
     parts = 1 if "tp=" not in mesh else int(mesh.split("tp=")[1][0])
     for collectives, read, owned in of.read:
         assert collectives == 0

@@ -32,7 +32,6 @@ CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
 
 
 def crossed(source: Path, out: Path) -> list[str]:
-    """Of each call."""
     mesh = mw.Mesh(fsdp=2, timeout_s=20)
     both = [mw.load(source, mesh, dtype=torch.float64) for _ in range(2)]
     mw.Engine(both[1], lr=1e-1).step(tiny.batches(mesh.data_rank))

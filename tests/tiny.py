@@ -61,7 +61,7 @@ ALIGNED: dict[str, dict[str, Any]] = {
 
 
 def in_blocks(name: str) -> dict[str, Any]:
-    """Of those the half that `make test` needs: a layer of each kind, and with experts enough for two ranks of tp."""
+    """Return the half of those layers that `make test` needs: one of each kind, with experts for two ranks of tp."""
     few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     if name == "qwen3_5_moe":
         few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
@@ -103,7 +103,7 @@ def fresh(name: str, kind: str = "", **changes: Any) -> Any:
 
 
 def reference(name: str, kind: str = "", **changes: Any) -> Any:
-    """The same with every parameter away from its special initial value."""
+    """Move every parameter away from its special initial value."""
     model = fresh(name, kind, **changes)
     with torch.no_grad():
         for parameter in model.parameters():

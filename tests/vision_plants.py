@@ -153,7 +153,7 @@ def frames_see_each_other(patch: Patch) -> None:
 
 
 def merger_norm_over_four(patch: Patch) -> None:
-    """As in the mergers of the first layers, after the four patches are one row."""
+    """Norm four patches as one row, like the mergers of the first layers."""
 
     def forward(self: Any, x_PE: Tensor) -> Tensor:
         four = 4 * x_PE.shape[1]
@@ -214,7 +214,7 @@ def _turned(patch: Patch, change: Turn) -> None:
 
 
 def _after(bounds: Sequence[int], frame: Any) -> slice:
-    """What comes after a frame in its document."""
+    """Return the tokens after a frame in its document."""
     return slice(frame.stop, next(bound for bound in bounds if bound >= frame.stop))
 
 
@@ -246,7 +246,7 @@ def positions_run_over_documents(patch: Patch) -> None:
 
 
 def pictures_of_a_size_exchanged(patch: Patch) -> None:
-    """Those that follow each other in a document: nothing but their pixels tells them apart."""
+    """Swap neighbours in a document: nothing but their pixels tells them apart."""
     real = data_images._check_pictures
 
     def exchanged(number: int, pictures: Any) -> Any:
@@ -263,7 +263,7 @@ def pictures_of_a_size_exchanged(patch: Patch) -> None:
 
 
 def biases_summed_twice(patch: Patch) -> None:
-    """Those of the tower, once by each rank that has run it."""
+    """Multiply the biases of the tower, as if each rank that has run it summed them."""
 
     def more(grads: dict[str, Tensor]) -> None:
         for name in grads:
@@ -314,7 +314,7 @@ def replicas_summed_at_the_last(patch: Patch) -> None:
 
 
 def frames_shared_otherwise(patch: Patch) -> None:
-    """Of frames that cost alike, the last rank gives away the last one first."""
+    """The last rank gives away the last of equally costly frames first."""
     real = layout_frames.balance_frames
 
     def share(sizes: Sequence[int], parts: int, cost: Any) -> tuple[int, ...]:

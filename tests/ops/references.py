@@ -66,7 +66,8 @@ def assert_no_leak(op, streams, bounds):
 
 
 class Part:
-    """Of a stream that is computed in parts on one process: it is given what each part brings, once all are known."""
+    """One part of a stream computed in parts on one process. It gets the results of the other parts once all are
+    known."""
 
     def __init__(self, parts, part, rows):
         self.parts, self.part, self._rows = parts, part, rows
@@ -95,7 +96,7 @@ def in_parts(op, parts, streams):
 
 
 def evenly(lengths, parts):
-    """The same documents, and one more where they do not divide into so many parts."""
+    """Add a document where the lengths do not divide into this many parts."""
     return [*lengths, *([-sum(lengths) % parts] if sum(lengths) % parts else [])]
 
 

@@ -151,7 +151,7 @@ def of_experts(x, weight, *_):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Of what the compiler made, headers above all: for the tests of this file alone."""
+    """Keep what the compiler made, above all headers, for the tests of this file."""
     return str(tmp_path_factory.mktemp("compiled"))
 
 

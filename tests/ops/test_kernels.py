@@ -161,7 +161,7 @@ def test_long_documents_on_an_accelerator():
 @pytest.mark.gpu
 @pytest.mark.parametrize("head", [64, 128, 256])
 def test_late_queries_on_an_accelerator(head):
-    """Those of the last 1200 tokens, from the middle of a document on."""
+    """The queries are the last 1200 tokens, from the middle of a document."""
     streams = [rand(sum(LENGTHS), heads, head, seed=heads) for heads in (8, 2, 2)]
     low = on_accelerator(streams[0][-1200:], *streams[1:])
     assert agrees(attention._varlen_last_queries, attention._by_document, low, attention._last_queries, (67, 130))

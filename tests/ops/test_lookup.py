@@ -60,7 +60,7 @@ def test_reordered_against_reference(num, k):
 
 
 def test_gradients_of_a_row_are_summed_in_float32():
-    """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
+    """In bfloat16 each of the last 256 of 512 copies of a row would count double."""
     order = torch.arange(512)
     x = rand(1, 8, dtype=torch.bfloat16)
     (result,) = torch.autograd.grad(reordered(x, order, order), x, torch.full((512, 8), 1.01, dtype=torch.bfloat16))

@@ -118,7 +118,7 @@ def test_large_logits_are_finite():
     ],
 )
 def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, of_weight, tolerance):
-    """What a large vocabulary does: few rows are widened together, few words cast."""
+    """A large vocabulary widens few rows at once, and casts few words."""
     inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1, dtype=of_weight)], 5
     whole = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
     for on in ("", "_ON_CPU"):

@@ -135,7 +135,6 @@ def test_scaled_frequencies_against_reference(rotary):
 
 
 def fields_of(rotary):
-    """As a config writes it."""
     scaling = rotary.scaling
     both = {"rope_theta": rotary.theta, "factor": scaling.factor}
     if isinstance(scaling, LinearScaling):

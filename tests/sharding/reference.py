@@ -55,7 +55,7 @@ def meshes(draw: Any, max_world: int = MAX_WORLD, tp: list[int] | None = None, e
 
 
 def coordinates(axes: Axes) -> list[dict[str, int]]:
-    """Of every rank on all axes: positions in arrays of rank numbers, as a DeviceMesh has them."""
+    """Return the coordinates of every rank on all axes, as a DeviceMesh has them."""
     inner = axes.fsdp * axes.cp * axes.tp
     dense = np.arange(axes.world).reshape(axes.pp, axes.replicate, axes.fsdp, axes.cp, axes.tp)
     expert = np.arange(axes.world).reshape(axes.pp, axes.replicate, inner // axes.ep, axes.ep)

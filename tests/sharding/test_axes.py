@@ -32,7 +32,7 @@ def expected_groups(axes, view, chosen):
 
 
 def test_coordinates_of_every_mesh_up_to_64_ranks():
-    """Of every rank where there are few, of every seventh and the last where there are many."""
+    """Check every rank of small meshes, and every seventh and the last of large ones."""
     for sizes in all_sizes():
         axes, world = Axes(*sizes), int(np.prod(sizes[:5]))
         assert axes.world == world

@@ -1,4 +1,4 @@
-"""What a model may not declare: each refused with the name of the parameter."""
+"""Declarations that no model may make: each is refused with the name of the parameter."""
 
 import pytest
 import torch

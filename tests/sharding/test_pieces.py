@@ -110,7 +110,7 @@ def test_tiny_models_tile(name, axes):
 
 @pytest.mark.parametrize("wrong", ["two writers of a seam", "a seam that nobody writes"])
 def test_rows_that_are_not_written_once_are_found(monkeypatch, wrong):
-    """What a save proves before it writes."""
+    """A save proves this before it writes."""
     off = 1 if wrong.startswith("two") else -1
 
     def shifted(size, parts, index):

@@ -1,4 +1,4 @@
-"""What FSDP sums and what `finish` sums together reach every rank that uses an element, each of them once."""
+"""FSDP and `finish` together sum each gradient once over every rank that uses an element."""
 
 import pytest
 from hypothesis import given
