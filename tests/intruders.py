@@ -1,11 +1,11 @@
 """Somebody on the same machine connects to all ports of a run, and sends pickles and junk. Nothing of it may run, and
-the run ends as if nobody had come."""
+the run ends like an undisturbed one."""
 
 from __future__ import annotations
 
 import base64
 import os
-import pickle  # noqa: TID251 - it is written, and nobody may load it
+import pickle  # noqa: TID251 - written to check that no process loads it
 import random
 import socket
 from collections.abc import Iterator, Mapping

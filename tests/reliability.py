@@ -138,7 +138,7 @@ def _not_refused(act: Callable[[], object], name: str) -> str:
         return ""
     except Exception as error:  # noqa: BLE001 - it is reported
         return f"{name} raised {error!r}"
-    return f"{name} said nothing"
+    return f"{name} raised nothing"
 
 
 def _damage(file: Path, dice: random.Random, how: str) -> tuple[str, Callable[[], object]]:
@@ -186,7 +186,7 @@ def _all_faults(model: Path, at: Path, num: int, seed: int) -> list[Trial]:
             message = error_of(lambda out=out, wait=wait: _save(engine, out, wait))
         wrong = _after_fault(engine, out, before, message) if failed else "the save made fewer such calls"
         if not wrong and any(failed) and not message:
-            wrong = "bytes did not come to the disk, and the save said nothing"
+            wrong = "bytes did not come to the disk, and the save raised nothing"
         trials.append((f"os.{name} call {call}, {errno.errorcode[code]}", wrong))
         shutil.rmtree(out)
     return trials

@@ -26,7 +26,7 @@ TEXTS = {"title", "description", "default", "$schema", "$defs"}
 def wrong_by_schema(value: Any, about: Any = SCHEMA, at: str = "") -> Iterator[str]:
     if "$ref" in about:
         about = {**SCHEMA["$defs"][about["$ref"].rpartition("/")[2]], **about}
-    assert {*about} <= WORDS | TEXTS, about  # nothing that is said there is passed over
+    assert {*about} <= WORDS | TEXTS, about  # no objection is ignored
     if "anyOf" in about and all([*wrong_by_schema(value, each, at)] for each in about["anyOf"]):
         yield f"{at}: {value!r} is of no kind"
     kind = about.get("type")

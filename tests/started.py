@@ -169,7 +169,7 @@ class Started:
             return True
         try:
             some = os.read(self.read, 65536)
-        except OSError:  # a terminal that nobody writes to any more
+        except OSError:  # a terminal without writers
             return False
         self.output += some.decode(errors="replace")
         return bool(some)

@@ -107,7 +107,7 @@ def untouched(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
-def test_read_exactly_and_kept_to_the_byte(
+def test_loaded_exactly_and_exported_to_the_byte(
     directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int]
 ) -> None:
     cases = cases_on(mesh)
@@ -366,7 +366,7 @@ def compared(at: Path, plant: str) -> bool:
         setattr(where, name, right)
 
 
-def test_planted_bugs_are_seen(directory: Callable[[str, str], Path]) -> None:
+def test_planted_bugs_are_caught(directory: Callable[[str, str], Path]) -> None:
     """By the comparison of what is stored with the files, which reads them in its own way."""
     at = directory("qwen3", "NVFP4")
     result = worlds.in_turn(2, {plant: functools.partial(compared, at, plant) for plant in PLANTED})

@@ -137,7 +137,7 @@ def output_of(source: Path, mesh: dict[str, int]) -> str:
         pytest.param(BARE, BARE_OUTPUT, [BARE_OUTPUT], id="a bare parameter"),
     ],
 )
-def test_mistakes_that_are_seen(
+def test_mistakes_that_verify_reports(
     source: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], alone: str, promised: list[str]
 ) -> None:
     plant(monkeypatch, edits)
@@ -147,7 +147,7 @@ def test_mistakes_that_are_seen(
     for pattern in promised:
         assert re.search(pattern, there), f"{pattern!r} is not in:\n{there}"
         kept = [words for words in quoted if re.search(pattern, words) and words in there]
-        assert kept, f"docs/add-a-model.md quotes nothing with {pattern!r} that is said:\n{there}"
+        assert kept, f"docs/add-a-model.md quotes no message with {pattern!r}:\n{there}"
 
 
 @pytest.mark.parametrize(

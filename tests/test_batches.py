@@ -77,7 +77,7 @@ def _not_prompt(scores: Any, fields: Any) -> Tensor:
         ([[1, 2, 3, 4, 5, 6]], [[-100, -100, -100, -100, 5, 6]]),
         ([[3, 3, 3], [4, 5, 6], [7, 8, 9]], [[3, 3, 3], [4, 5, 6], [7, 8, 9]]),
     ],
-    ids=["short", "a short answer", "beside a run of one token"],
+    ids=["short", "a short answer", "with a run of one token"],
 )
 def test_labels_of_their_own_tokens(documents: list[list[int]], labels: list[list[int]]) -> None:
     with pytest.raises(mw.DataError, match=words("labels", "trained=", r"mw\.over_tokens\(labels\)")):
@@ -139,7 +139,7 @@ def test_a_batch_made_by_hand(changed: dict[str, Any], pattern: str) -> None:
 
 
 @pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)
-def test_what_a_tokenizer_has_not_seen(documents: Any) -> None:
+def test_ids_beyond_the_tokenizer(documents: Any) -> None:
     with pytest.raises(mw.DataError, match=words("token ids", "text", "dict", r'tokenizer\(texts\)\["input_ids"\]')):
         mw.pack(documents)
 
@@ -163,7 +163,7 @@ def test_a_loss_of_whole_documents(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["weights", "loss_mask"])
-def test_a_field_that_nobody_reads(source: Path, name: str) -> None:
+def test_an_unused_field(source: Path, name: str) -> None:
     batches = of_rewards(DOCUMENTS, name=name)
     text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(batches))[0]
     assert re.search(words("^DataError", rf"field {name!r}", r"\bloss\b", "'weight'"), text), text
@@ -180,7 +180,7 @@ def stateful(source: Path) -> list[float]:
     return [engine.step(mine(engine)).lr for _ in range(3)]
 
 
-def test_a_schedule_is_asked_once_a_step(source: Path) -> None:
+def test_a_schedule_is_called_once_a_step(source: Path) -> None:
     assert worlds.run(1, stateful, source)[0] == [1e-3, 1e-4, 1e-5]
 
 

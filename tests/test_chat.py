@@ -86,7 +86,7 @@ def check(row: dict[str, Any], documents: list[Tokens], template: str, args: dic
         assert document.ids[:start].tolist() == prompt, f"message {number}: another context than a server's"
         text = tokenizer().decode(document.ids[start:stop])
         assert text.find("<|im_end|>") == len(text) - len("<|im_end|>"), text
-        assert not any(other in text for other in "USR"), f"message {number} trains what others said: {text!r}"
+        assert not any(other in text for other in "USR"), f"message {number} trains messages of others: {text!r}"
         assert (message["content"] or "").rpartition("</think>")[2].strip() in text
         for call in message.get("tool_calls", ()):
             assert call["function"]["name"] in text
@@ -263,7 +263,7 @@ PLANTS: dict[str, tuple[object, str, object]] = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(*PLANTS[name])  # type: ignore[arg-type]
     with pytest.raises((AssertionError, mw.DataError)):
         check_all("hybrid", {}, 20)

@@ -163,7 +163,7 @@ def test_the_frozen_part_of_what_is_trained(source: Callable[[str], Path]) -> No
     }
 
 
-def test_a_new_head_is_skipped_and_said_so(source: Callable[[str], Path]) -> None:
+def test_a_new_head_is_skipped_with_a_note(source: Callable[[str], Path]) -> None:
     result = check(source("qwen3"), options=dict(head="value"), fsdp=2)
     assert result.ok
     assert result.skipped == ("head.weight",)

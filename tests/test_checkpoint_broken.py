@@ -348,7 +348,7 @@ def message_text(source: Path, at: Path) -> str:
     return "\n".join(lines)
 
 
-def test_what_is_allowed_is_said(saved: tuple[Path, Path]) -> None:
+def test_allowed_differences_are_logged(saved: tuple[Path, Path]) -> None:
     message, silent = worlds.run(2, message_text, *saved)
     assert re.search(words(r"betas was \[0\.9, 0\.95\]", r"is \[0\.9, 0\.99\]"), message)
     assert re.search(words("weights alone", "optimizer state begins at zero"), message)
@@ -412,13 +412,13 @@ HOSTILE = ["../outside", "/etc/hostname", "a/../../outside", "a//b", "./a", "a\\
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_path_leaves_the_directory(run: Path, field: str, name: str) -> None:
     result = manifest.read_manifest(run / "step-000002")
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "files": {**result.files, name: 3}, "parts": {**result.parts, name: 3},
         "planes": {**result.planes, "more": name}
     }  # fmt: skip
     if field == "planes" and not name:
         return  # the weights' own folder
-    manifest.write_manifest(run / "step-000002", replace(result, **{field: given[field]}))
+    manifest.write_manifest(run / "step-000002", replace(result, **{field: values[field]}))
     with pytest.raises(mw.BrokenFile, match=words("malformed")):
         manifest.read_manifest(run / "step-000002")
 

@@ -48,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "asynchronous"])
 def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: bool) -> None:
     """Each process goes on where the last one was killed: it cleans what that one left."""
     out, drawn, seen = tmp_path / "run", random.Random(3), set()
@@ -77,7 +77,7 @@ def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: b
 
 
 def an_hour_passes(out: Path) -> None:
-    """A directory without a lock may be one that somebody is just making: for an hour nobody removes it."""
+    """A directory without a lock may be new: no process removes it for an hour."""
     for path in out.iterdir():
         if path.name.startswith(".") and not (path / LOCK).exists():
             os.utime(path, (0, 0))

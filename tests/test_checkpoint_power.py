@@ -133,6 +133,6 @@ PLANTED: dict[str, Plant] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
-def test_an_omission_is_found(source: Path, at: Path, plant: str) -> None:
+def test_an_omission_is_caught(source: Path, at: Path, plant: str) -> None:
     [(result, _)] = worlds.run(1, lost, source, at, PLANTED[plant], (1, 1))
     assert result, "no cut loses anything"

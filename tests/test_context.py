@@ -1,4 +1,4 @@
-"""Context parallelism: how heads are dealt, planted bugs, and what it computes beside transformers; with pipelines too.
+"""Context parallelism: distribution of heads, planted bugs, logits compared with transformers; with pipelines too.
 
 tests/test_meshes.py has cp among the other axes, with every oracle.
 """

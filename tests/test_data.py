@@ -109,8 +109,8 @@ def test_values_over_the_tokens_move_to_the_terms(of: Any) -> None:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, None])
 def test_labels_over_the_tokens(kind: Any) -> None:
     """Labels are those of transformers. Not every kind of number holds -100."""
-    given = [[5, 6, 7, 8], [9, 10, 11]]
-    labels = [np.array(each, kind) for each in given] if kind else given
+    documents = [[5, 6, 7, 8], [9, 10, 11]]
+    labels = [np.array(each, kind) for each in documents] if kind else documents
     assert torch.equal(mw.pack(DOCUMENTS, labels=mw.over_tokens(labels)).labels, mw.pack(DOCUMENTS).labels)
     masked = mw.over_tokens([[-100, -100, 7, 8], [-100, 10, -100]])
     assert torch.equal(mw.pack(DOCUMENTS, labels=masked).labels, mw.pack(DOCUMENTS, trained=MASKS).labels)

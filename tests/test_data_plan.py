@@ -208,7 +208,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     attribute, planted, test = PLANTS[name]
     monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
     with pytest.raises(AssertionError):
@@ -226,7 +226,7 @@ def test_how_many_epochs_are_done() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, dict(epochs=None, streams=7), dict(epochs=0.3)])
-def test_where_windows_begin_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+def test_where_windows_begin_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     made = three(cache=tmp_path, **options)
     with monkeypatch.context() as patched:
         patched.setattr(Plan, "_build_windows", lambda _: pytest.fail("it is computed again"))

@@ -150,7 +150,7 @@ def test_tables(tmp_path: Path) -> None:
     assert result.place(9) == f"{file}, row 9"
 
 
-def test_what_is_found_in_a_directory(tmp_path: Path) -> None:
+def test_files_of_a_directory(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.txt", "c.py", "in/d.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -294,7 +294,7 @@ PLANTS: dict[str, tuple[object, str, object, Test]] = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_found(
+def test_planted_bugs_are_caught(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     where, attribute, planted, test = PLANTS[name]

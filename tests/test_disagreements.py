@@ -57,7 +57,7 @@ def apart(what: str, one: str, zero: str) -> str:
 
 
 REPLICAS, FSDP, TP = dict(replicate=2), dict(fsdp=2), dict(tp=2)
-# What differs from rank to rank: the mesh, how the engine is made, what is called then, what is said of it.
+# What differs from rank to rank: the mesh, how the engine is made, the call, the message.
 DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "seed": (REPLICAS, _seeded, _step, apart("seed", "1", "0")),
     "lr": (REPLICAS, lambda s, m: _other(s, m, "lr", 1e-3, 2e-3), _step, apart(r"\blr\b", r"0\.002", r"0\.001")),

@@ -170,7 +170,7 @@ def test_the_reference_speaks_of_nothing_else() -> None:
     assert named == set(mw.__all__)
 
 
-def test_a_missing_argument_is_seen() -> None:
+def test_a_missing_argument_is_reported() -> None:
     def load(source: str, *, head: str = "lm", new: int | None = None) -> None: ...
 
     assert signature(load) == '(source, *, head="lm", new=None)'
@@ -178,8 +178,8 @@ def test_a_missing_argument_is_seen() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_of_peers(tmp_path: Path) -> None:
-    """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers alike."""
+def test_quotes_of_peers(tmp_path: Path) -> None:
+    """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers."""
     import transformers
 
     page = (DOCS / "peers.md").read_text("utf-8")

@@ -235,7 +235,7 @@ def divided_by_length(source: Path, length: int | None) -> tuple[float, float]:
     return engine.backward([batch]), engine.update()
 
 
-def test_a_field_may_be_a_divisor_beside_filler(source: Path) -> None:
+def test_a_field_may_be_a_divisor_with_filler(source: Path) -> None:
     assert worlds.run(1, divided_by_length, source, 9)[0] == pytest.approx(
         worlds.run(1, divided_by_length, source, None)[0]
     )

@@ -144,7 +144,7 @@ def test_the_earlier_one_is_put_back(source: Path, tmp_path: Path, monkeypatch: 
     assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}
 
 
-def test_a_file_that_appears_meanwhile_is_kept(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_meanwhile_stays(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(source, tmp_path / "out")
     write = directory._write_all
 
@@ -322,7 +322,7 @@ def written_bit_by_bit(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch)
         mw.export(model, out)
 
 
-def test_a_system_that_writes_less_than_it_is_given(
+def test_a_system_that_writes_less_than_requested(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux does so above 2 GB, and a network file system below it."""

@@ -1,4 +1,4 @@
-"""Where an export may appear, what lies beside its source, and what it may hold."""
+"""Places and contents of an export, and files next to its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.test_weights import same_files
 from tests.words import words
 
 
-def test_export_beside_a_link_to_nothing(tmp_path: Path) -> None:
+def test_export_next_to_a_broken_link(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
     (source / "tokenizer.json").symlink_to(tmp_path / "gone.json")
     with pytest.raises(RankError, match=words("ExportError", r"tokenizer\.json", r"\blink\b")):

@@ -253,7 +253,7 @@ def compared(at: Path, plant: str) -> bool:
         setattr(where, name, right)
 
 
-def test_planted_bugs_are_seen(directory: Callable[[str, str], Path]) -> None:
+def test_planted_bugs_are_caught(directory: Callable[[str, str], Path]) -> None:
     """By the comparison of what is stored with the files, which reads them in its own way."""
     at = directory("qwen3", "bfloat16")
     acts = {plant: functools.partial(compared, at, plant) for plant in PLANTED}
@@ -306,7 +306,7 @@ def with_nan(at: Path, out: Path) -> None:
     mw.export(model, out)
 
 
-def test_what_is_kept_is_kept_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_carried_tensors_stay_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
     """Tensors that the model has no part for: byte for byte; as values, where plain values are written."""
     numbers, grid = quantised.quantise(torch.randn(36, 50), quantised.BLOCK, torch.bfloat16)
     kept = {"mtp.fc.weight": numbers, "mtp.fc.weight_scale_inv": grid}
@@ -467,7 +467,7 @@ def kept_to_the_byte(source: Path, at: Path) -> bool:
     return (at / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-def test_an_untouched_block_is_kept_at_the_ends_of_the_range(
+def test_an_untouched_block_stays_at_the_ends_of_the_range(
     directory: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     """Where bfloat16 has few digits, or makes infinity of the largest: every number with such a scale."""

@@ -19,7 +19,7 @@ from tests.words import words
 
 
 def fetched(at: Path, log: Path, mesh: dict[str, int]) -> tuple[int, int]:
-    """Load by hub id, with a hub that notes who asked for what; collectives and bytes read."""
+    """Load by hub id, with a hub that records its calls; return collectives and bytes read."""
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         with log.open("a") as out:

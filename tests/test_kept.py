@@ -41,7 +41,7 @@ def test_only_what_is_saved_afterwards_is_kept():
 
 
 def test_what_goes_into_another_alone_is_not_kept():
-    """A partial sum is not, beside the sum: its shape stands for it."""
+    """A partial sum is not kept when its sum is: its shape is enough."""
     x = rand()
     held, result = ran(lambda x: Twice.apply(x.neg()).sin(), x, ops=(NEG, MUL))
     assert [each.out.device.type for each in held] == ["meta", "cpu"]

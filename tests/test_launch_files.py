@@ -49,7 +49,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def test_slurm(slurm: dict[str, str]) -> None:
-    """A torchrun of each node, with arguments that it knows; and a file of the run must be given."""
+    """A torchrun of each node, with arguments that it knows; and a run file is required."""
     script = str(FILES / "slurm.sh")
     assert "file of the run" in subprocess.run(["bash", script], capture_output=True, text=True, check=False).stderr
     subprocess.run(["bash", script, "a run.toml"], env=slurm, check=True, timeout=20)

@@ -407,7 +407,7 @@ def test_the_diagnosis_comes_before_torch_ends_the_process() -> None:
 
 
 def says_it_in_the_log(source: Path, message: Path) -> list[str]:
-    """Where torch would end the process, nobody catches an error: the verdict is logged. Rank 1 stays away until both
+    """Where torch would end the process, no code catches an error: the verdict is logged. Rank 1 stays away until both
     ranks have logged their own, however busy the machine is."""
     text: list[str] = []
     engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=20), dtype=torch.float64), lr=1e-2)

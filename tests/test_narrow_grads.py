@@ -74,7 +74,7 @@ def test_what_is_added_up_is_sent_wide(source: Callable[..., Path]) -> None:
         mw.MemoryOptions(narrow_grads=True, sum_once=True)
 
 
-def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_sums_are_caught(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof above sees it where what is sent is also added up as narrow."""
     real = fsdp.SentNarrow.__call__
 

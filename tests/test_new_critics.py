@@ -72,7 +72,7 @@ def test_it_is_no_whole_language_model(tmp_path: Path) -> None:
     assert info["unexpected_keys"] == {"score.weight"}
 
 
-def test_the_head_is_kept_if_asked(tmp_path: Path) -> None:
+def test_the_head_stays_if_requested(tmp_path: Path) -> None:
     source = language_model(tmp_path / "m", "qwen3")
     worlds.run(2, partial(trained, keep_lm_head=True), source, tmp_path / "out")
     before, after = (load_file(at / "model.safetensors") for at in (source, tmp_path / "out"))

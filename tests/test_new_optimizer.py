@@ -188,7 +188,7 @@ def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optim
 
 
 @pytest.mark.parametrize("names", [("weights",), ("counters",), ("a", "a"), ("a/b",)], ids=str)
-def test_names_of_state_are_told_from_others(source: Path, names: tuple[str, ...]) -> None:
+def test_names_of_state_are_checked(source: Path, names: tuple[str, ...]) -> None:
     [error] = worlds.run(1, refused, source, names)
     assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
 

@@ -64,7 +64,7 @@ def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=2, ep=2), dict(tp=2), dict(replicate=2)], ids=trials.named)
 def test_a_loss_that_fails_on_one_rank(source: Path, mesh: dict[str, int]) -> None:
-    """Before, the others waited for the rest of timeout_s, and nobody said why."""
+    """Before, the others waited for the rest of timeout_s, without a reason."""
     for rank, (message, seconds, losses, expected) in enumerate(worlds.run(2, goes_on, source, mesh)):
         for text in message:
             pattern = (

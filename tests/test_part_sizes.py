@@ -57,7 +57,7 @@ OTHERS = {
         "data.tokenizer._MOST_TEMPLATE_BYTES", "data.vision_files.MOST_PIXELS", "train.config_checks.MOST_STEPS",
         "train.lock._MOST_BYTES",
     },
-    "what is shown or said, and how much of it": {
+    "limits of output": {
         "data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST", "verify.weight_checks._MOST",
         "verify.report._MOST_FINDINGS", "train.display._MOST_LOSSES", "train.display._PACE", "train.display._CELL",
         "train.metrics.WIDTH", "train.failure._LINES", "train.loop._EXPERT_LOAD_EVERY", "train.metrics.HISTORY",
@@ -159,7 +159,7 @@ def test_no_part_size_is_read_through_another_name() -> None:
                 assert not taken, f"{path}: {taken} is read once, where the function is made"
 
 
-def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
+def test_data_are_read_and_stored_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
     recipe = TokenizeSpec(

@@ -113,7 +113,7 @@ ODD_MESHES = [
 @pytest.mark.parametrize("name", parts.every(4, ["qwen3_moe", "qwen3_5_moe", "qwen3_tied", "qwen2"]))
 def test_least_and_most_are_those_of_all_ranks(name: str) -> None:
     """The vocabulary of 131 leaves every tp with a shorter last slice, and shards of nothing where fsdp is large."""
-    for vocab in (131, 10):  # of 10 rows tp=4 makes 3, 3, 3, 1: shards over fsdp=4 of 3 and of 1 end alike
+    for vocab in (131, 10):  # of 10 rows tp=4 makes 3, 3, 3, 1: shards over fsdp=4 of 3 and of 1 end the same
         for mesh in parts.every(2, ODD_MESHES, vocab == 10):
             figures = figures_of(tiny.of(name, vocab_size=vocab), **mesh)
             axes, spec = figures.axes, figures.blueprint.spec
@@ -162,7 +162,7 @@ def test_groups_of_a_large_mesh_take_no_time() -> None:
     assert groups[3] == tuple(range(192, 256))
 
 
-def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Capture) -> None:
+def test_what_does_not_fit_has_a_way_out(tmp_path: Path, capsys: Capture) -> None:
     at = directory(tmp_path / "m", QWEN3_30B_A3B)
     short = ["--tokens", "64"]
     code, out, _ = planned(capsys, at, "--mesh", "fsdp=2,ep=2", "--device", "H100", *short)
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Captur
     assert "fits" not in planned(capsys, at, "--mesh", "fsdp=8,ep=2")[1].replace("whether that fits", "")
 
 
-def test_what_is_not_counted_is_said(capsys: Capture) -> None:
+def test_what_is_not_counted_is_listed(capsys: Capture) -> None:
     for options in ([], ["--device", "80GB"]):
         message = " ".join(planned(capsys, "tiny-qwen3", *options)[1].split())
         assert re.search("Buffers of collectives, of the update and of the allocator are not counted", message)
@@ -226,7 +226,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "patterns"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
-def test_everything_that_is_wrong_is_told_at_once(capsys: Capture, arguments: list[str], patterns: list[str]) -> None:
+def test_all_errors_are_reported_at_once(capsys: Capture, arguments: list[str], patterns: list[str]) -> None:
     code, out, err = planned(capsys, *arguments)
     assert (code, out) == (2, "")
     for pattern in patterns:

@@ -34,7 +34,7 @@ def message_of(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, comma
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_all_that_cannot_be_read_is_told_at_once(
+def test_all_unreadable_files_are_reported_at_once(
     at: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(metrics._NEEDS, "tensorboard", "no_such_package")
@@ -73,7 +73,7 @@ def test_what_the_model_refuses(at: Path, sets: list[str], wanted: str, capsys: 
     assert "has 1 mistake:" in result
 
 
-def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_of_all_sources_are_reported_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Held-out data count too, and no rank has started."""
     path = file_of(at, at / "m", eval={"path": str(at / "bad.jsonl")})
     assert "bad.jsonl:1" in message_of(capsys, path, command=["train"])

@@ -94,7 +94,7 @@ def test_how_ranks_end(
         return started[-1]
 
     monkeypatch.setattr(processes, "start_process", start)
-    waits = any(rank in (HANGS, STOPPED) for rank in ranks)  # others are given time to start on a busy machine
+    waits = any(rank in (HANGS, STOPPED) for rank in ranks)  # lets others start on a busy machine
     monkeypatch.setattr(processes, "_AFTER_RECORD_S", 0.3 if waits else 3.0)
     began = time.monotonic()
     result = processes.run_ranks(2, ["train"], tmp_path / "logs", 1, signals)

@@ -78,7 +78,7 @@ def test_sizes_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(("way", "above"), [(5, 0), (6, 0), (7, 1), (8, 1)])
-def test_a_picture_is_seen_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
+def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
     """A camera that was held on its side says so in the file; 5 and 7 are mirrored too."""
     picture = Image.new("RGB", (32, 8), "white")
     picture.paste((0, 0, 0), (0, 0, 16, 8))

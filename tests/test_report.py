@@ -172,7 +172,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loss = data["charts"][0]["curves"]
     assert [curve["label"] for curve in loss][:3] == ["first", "first: code", "first: held-out"]
     assert len(loss[0]["y"]) == 1000
-    assert text.count('<i class="run run1"></i><small>second</small>') == len(data["charts"])  # beside every chart
+    assert text.count('<i class="run run1"></i><small>second</small>') == len(data["charts"])  # at every chart
     assert [chart["metric"] for chart in data["charts"] if chart["from_zero"]] == ["memory/peak_bytes"]
     assert [experts["steps"][-1] for experts in data["experts"]] == [1000] * 3
     key = '<i class="run run1"></i><small>code</small>'  # of the sources: colours of several runs are the runs' own

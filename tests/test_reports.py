@@ -111,7 +111,7 @@ def test_every_way_to_step_finishes_the_sums(sources: dict[str, Path]) -> None:
 
 
 def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
-    """The norm that `update` returns, and that of what the optimizer is given."""
+    """Return the norm that `update` returns, and the norm of the gradients that the optimizer gets."""
     engine, seen = build(source, mesh, max_norm=0.05), []
 
     class Watched(engine_module.LocalOptimizer):
@@ -125,7 +125,7 @@ def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)], ids=trials.named)
-def test_what_is_clipped_has_the_norm_that_was_asked_for(sources: dict[str, Path], mesh: dict[str, int]) -> None:
+def test_clipped_gradients_have_max_norm(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     for before, after in worlds.run(2, clipped, sources["qwen3_moe"], mesh):
         assert before > 0.05
         assert after == pytest.approx(0.05, rel=1e-9)

@@ -195,7 +195,7 @@ def test_refused(tmp_path: Path, changes: Fields, pattern: str) -> None:
     assert re.search(pattern, message), message
 
 
-def test_fields_beside_the_text_config_are_refused(tmp_path: Path) -> None:
+def test_fields_next_to_the_text_config_are_refused(tmp_path: Path) -> None:
     """transformers reads those inside alone, and would train without them."""
     config = {"model_type": "qwen3_5", "text_config": tiny.ODD["qwen3_5"], "rope_scaling": YARN}
     assert "rope_scaling at the top" in refusal(tmp_path, config)

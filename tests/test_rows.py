@@ -80,7 +80,7 @@ def test_template_kwargs_of_a_row_reach_the_template() -> None:
     row = {"messages": [ASKS, SAYS], "chat_template_kwargs": {"mood": "calm", "enable_thinking": True, "unused": None}}
     [text] = message_of(row, template=template, template_args={"mood": "cross"})
     assert text.startswith("calm<|im_start|>user")
-    assert text.endswith("[<think>\n\n</think>\n\nA<|im_end|>]")  # as a server would get it that had asked for thinking
+    assert text.endswith("[<think>\n\n</think>\n\nA<|im_end|>]")  # what a server gets with thinking on
     assert message_of({**row, "chat_template_kwargs": json.dumps({"mood": "calm"})}, template=template)[0][:4] == "calm"
     assert conversation({**row, "chat_template_kwargs": ""}).template_args == {}
 

@@ -102,7 +102,7 @@ class Ranks:
 
 
 def meet(line, first, lists):
-    """Carry the lists out as if each transfer waited for its other side. (what nobody came to do, what ranks had)."""
+    """Carry the lists out as if each transfer waited for its other side. (actions left over, and what ranks held)."""
     left, ranks, moved = [deque(actions) for actions in lists], Ranks(line, first), True
     while moved:
         moved = False
@@ -179,7 +179,7 @@ def test_programs_do_not_stand_still_even_if_every_transfer_blocks():
     for (line, first, lists), (*_, orders) in zip(programs(), cases(), strict=True):
         left, ranks = meet(line, first, lists)
         assert not left
-        assert not any(ranks.held), "a result was made or sent, and nobody took it"
+        assert not any(ranks.held), "a result was made or sent, and not taken"
         assert ranks.most_waiting <= 2, "a stage ran ahead, and filled the memory of another rank"
         assert [[a for a in actions if isinstance(a, Action)] for actions in lists] == orders
 
@@ -359,7 +359,7 @@ def test_even_makes_room_for_the_head():
 
 
 def test_a_dear_head_makes_the_other_stages_of_its_rank_small():
-    """Stages alike in the dearest one may leave a rank with far more than the others."""
+    """Stages of equal cost may leave one rank with far more than the others."""
     costs, head = [3.0] * 8, 16.4  # the benches': the head is 40 % of the work
     assert even(costs, 4, last=head) == (2, 4, 7, 8)
     assert balanced(Line(2, (2, 4, 7, 8), turn=True), costs, head).ends == (1, 4, 7, 8), "22 of 40 and not 25"

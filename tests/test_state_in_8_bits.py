@@ -147,7 +147,7 @@ def test_a_moving_average_follows(beta: float) -> None:
 
 
 def test_dice() -> None:
-    """Even, and independent of those beside them, of another step and of another moment."""
+    """Dice are even, and independent of their neighbours, of another step and of another moment."""
     rows = torch.arange(700)
     seeds = [1, 2, 1 | 1 << 32, 1 | 1 << 33]
     result = [dice(seed, rows, 0, 512) for seed in seeds]

@@ -31,7 +31,7 @@ from tests.started import Started, forked_ranks
         pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=pytest.mark.slow),
     ],
 )
-def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
+def test_losses_are_equal_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
     """Data ranks take 1, 2 or 4 micro-batches a step. The interrupted run below has fsdp=2 and pp=2."""
     model, steps = source(tmp_path / "m", name), STEPS if ALL else 4
     results = {}
@@ -48,7 +48,7 @@ def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Se
 
 
 def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
-    """A run that is asked to stop after some steps; where the documents that it trained on came from."""
+    """Run until a stop signal after some steps, and return the places of the documents."""
     message, real = [], loop.Loop._log_step
 
     def tell(self: loop.Loop, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str
 
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    """Each document once, none left out; and a checkpoint where it was asked to end."""
+    """The parts train on each document once, and none is left out."""
     model = source(tmp_path / "m", "qwen3_tied")
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

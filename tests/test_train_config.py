@@ -189,17 +189,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("setting", "wanted"),
     [(f"x={'[' * 5000}", "nested too deeply"),
      ("mesh.tp", "write FIELD=VALUE"), ("data.3.weight=1", "list has 1 element"), ("data.x.weight=1", "not an index"),
      ("model.x=1", "model is a value and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): unknown field"),
      ("mesh.tp=x", 'mesh.tp (--set mesh.tp=x): it should be a whole number, not "x"')],
 )  # fmt: skip
-def test_what_cannot_be_set(tmp_path: Path, given: str, wanted: str) -> None:
-    assert wanted in refused(tmp_path, PLAIN + "[mesh]\ntp = 2\n", given)
+def test_what_cannot_be_set(tmp_path: Path, setting: str, wanted: str) -> None:
+    assert wanted in refused(tmp_path, PLAIN + "[mesh]\ntp = 2\n", setting)
 
 
-def test_all_that_cannot_be_set_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_cannot_be_set_is_reported_at_once(tmp_path: Path) -> None:
     message = refused(tmp_path, PLAIN + "[save]\nkeep = 0\n", "x", "data.9.weight=1", "mesh.tp=0")
     assert "has 4 mistakes" in message
 
@@ -300,7 +300,7 @@ def test_the_schema_refuses_mistakes() -> None:
     assert not list(wrong_by_schema(tomllib.loads(PLAIN)))
 
 
-def test_every_field_is_told() -> None:
+def test_every_field_is_described() -> None:
     assert all(field.description for _, field in places(Config))
     assert schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
     page = (ROOT / "docs" / "train-config.md").read_text()
@@ -402,9 +402,9 @@ def test_learning_rates(name: Any, warmup: float) -> None:
 def test_a_rate_that_would_jump_in_a_longer_run(
     optim: dict[str, Any], before: int, now: int, step: int, wanted: str
 ) -> None:
-    given = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
-    assert wanted in rate_jump(given, before, now, step)
-    assert bool(wanted) == bool(rate_jump(given, before, now, step))
+    section = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
+    assert wanted in rate_jump(section, before, now, step)
+    assert bool(wanted) == bool(rate_jump(section, before, now, step))
 
 
 def test_a_run_of_one_step() -> None:

@@ -144,7 +144,7 @@ def stopped_once(path: Path, at_step: int, *sets: str) -> str:
 
 
 def look_at_the_best(out: Path, best: int, last: int) -> None:
-    """Commands take a run, a folder of checkpoints, or one of them alike."""
+    """Commands take a run, a folder of checkpoints, or one checkpoint."""
     for where, step in ((out, last), (out / "best", best), (out / "best" / f"step-{best:06d}", best)):
         assert opened_at(where).manifest.step == step
         assert main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
@@ -247,7 +247,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert step["memory/peak_bytes"] > 10**7
 
 
-def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_logged_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads metrics.jsonl finds what it names, whenever the run is killed."""
     message: list[tuple[int, str]] = []
     engine: Any = SimpleNamespace(saving=None, steps=0)

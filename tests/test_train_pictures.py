@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "parts": row([{"type": "image", "image": "a.png"}, {"type": "text", "text": "colour?"}]),
     "a path": row([{"type": "image", "path": "a.png"}, {"type": "text", "text": "colour?"}]),
     "of OpenAI": row([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "colour?"}]),
-    "beside the messages": row([{"type": "image"}, {"type": "text", "text": "colour?"}], images=["a.png"]),
+    "next to the messages": row([{"type": "image"}, {"type": "text", "text": "colour?"}], images=["a.png"]),
     "a mark in the text": row("<image>colour?", images=["a.png"]),
     "a table": row([{"type": "image", "text": None}, {"type": "text", "text": "colour?"}], images=[{"path": "a.png"}]),
     "one": row("<image>colour?", image="a.png"),
@@ -121,7 +121,7 @@ def file_of(at: Path, model: Path, **train: Any) -> Path:
     return runs.file_of(at, model, train={"tower": True, "length": 64, "tokens_per_step": 256, "steps": 4, **train})
 
 
-def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_pictures_without_the_tower_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match=r"set train\.tower = true"):
         prepared(config_file.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
 
@@ -146,7 +146,7 @@ MESHES: list[tuple[str, Mapping[str, int]]] = [
 @pytest.mark.parametrize(
     ("name", "mesh"), parts.every(6, MESHES), ids=lambda it: it if isinstance(it, str) else named(it)
 )
-def test_losses_are_the_same_on_every_mesh(
+def test_losses_are_equal_on_every_mesh(
     model: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]
 ) -> None:
     """In float64, with pictures in some streams and none in others."""
@@ -159,7 +159,7 @@ def test_losses_are_the_same_on_every_mesh(
 
 
 def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """With the pictures that were due."""
+    """It continues with the next pictures."""
     for name, several in (("whole", (4,)), ("parts", (2, 4))):
         (tmp_path / name).mkdir()
         file = file_of(tmp_path / name, model("qwen3_vl"))

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, by stand-ins: what they are given, and that they cannot stop a run."""
+"""TensorBoard and Weights & Biases, by stand-ins: they get every event, and cannot stop a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_is_the_same_there(tmp_path: Path, monkeypatch: pytes
     assert [step for step, _ in logged] == [1, 2]
 
 
-def test_a_dead_sink_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_sink_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         raise OSError("the service is gone")
 

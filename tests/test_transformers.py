@@ -1,4 +1,4 @@
-"""Against transformers, float32, odd sizes: logits, every gradient, packed documents beside documents one at a time."""
+"""Against transformers, float32, odd sizes: logits, every gradient, packed documents compared with single ones."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])
 @pytest.mark.parametrize("ffn", [40, 20], ids=["F = D", "2F = D"])
-def test_experts_whose_sizes_are_alike(tmp_path: Path, ffn: int, layout: str) -> None:
+def test_experts_of_equal_sizes(tmp_path: Path, ffn: int, layout: str) -> None:
     """Where no shape tells `[2F, D]` from its transpose, or from `down_proj`."""
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
     source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
@@ -141,7 +141,7 @@ def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path, name: 
         assert torch.equal(result[key].float(), value), key
 
 
-def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permuted_segments_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A declaration that takes [Q | K | V] for [K | Q | V] loads, trains and exports without a complaint; only another
     implementation can tell."""
     real: Callable[..., Any] = segments

@@ -188,7 +188,7 @@ def test_a_new_head(tmp_path: Path, fields: dict[str, Any], num: int) -> None:
     assert not info["mismatched_keys"]
 
 
-def test_a_critic_with_a_bias_beside_the_config_of_its_language_model(tmp_path: Path) -> None:
+def test_a_critic_with_a_bias_and_the_config_of_its_language_model(tmp_path: Path) -> None:
     at = changed(
         tiny.directory(tmp_path / "m", "qwen3"), {}, score_weight=torch.zeros(1, 36), score_bias=torch.tensor([2.5])
     )
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = 
     "no score of a sequence classifier": (
         "value", SEQUENCE, dict(score_weight=None, score_bias=None), NO_SCORE,
     ),
-    "bias alone beside a language model": (
+    "bias alone in a language model": (
         "value", dict(architectures=["Qwen3ForCausalLM"]), dict(score_weight=None),
         NO_SCORE,
     ),

@@ -1,4 +1,4 @@
-"""`meshwright verify org/name`: what is fetched, and what is said when it cannot be."""
+"""`meshwright verify org/name`: the files that it fetches, and the errors when it cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.words import words
 
 @pytest.fixture
 def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A hub that holds org/tiny; whether weights were asked for, each time."""
+    """Stand in for a hub with org/tiny; record whether each call wants weights."""
     whole, requests = tiny.directory(tmp_path / "hub", "qwen3_moe", layout="fused"), list[bool]()
     keys = ["model.layers.0.mlp.experts.gate_up_proj"]
     assert all(key in (whole / "model.safetensors").read_bytes().decode("latin1") for key in keys)

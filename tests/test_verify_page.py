@@ -192,7 +192,7 @@ def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
     assert drawn == list(range(replica if replica <= 256 else 128))
 
 
-def test_what_does_not_fit_is_told_large(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_shown_large(tmp_path: Path) -> None:
     model = directory(tmp_path / "m", QWEN3_30B_A3B)
     result = planned(model, device=80 * 10**9, fsdp=2, ep=2)
     assert re.search(
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_told_large(tmp_path: Path) -> None:
     assert "fits 80 GB" in planned(model, device=80 * 10**9, fsdp=64, ep=8).text
 
 
-def test_what_was_found_is_shown_and_escaped() -> None:
+def test_findings_are_shown_and_escaped() -> None:
     bad = RunResult("float64", 1.0, [Finding("G1", "a<b>", "x & y"), *[Finding("K1", f"c{i}", "?") for i in range(60)]])
     result = read("tiny-qwen3", [bad, RunResult("float32", 1.0, [])], tp=2)
     row = next(row for row in result.table("oracle") if row["oracle"] == "G1")
@@ -213,7 +213,7 @@ def test_what_was_found_is_shown_and_escaped() -> None:
     assert "a<b>" not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
 
 
-def test_findings_of_layers_alike_stand_in_one_box_and_all_can_be_opened() -> None:
+def test_findings_of_equal_layers_share_a_box_that_opens() -> None:
     names = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(5)]
     result = [*(Finding("G1", name, "off by 6.6e-01") for name in names), Finding("K1", "all_reduce", "2, not 3")]
     text = whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, result)])
@@ -302,7 +302,7 @@ def test_all_text_is_escaped() -> None:
     assert result.tags.isdisjoint(["b", "u", "s", "q"])
 
 
-def test_what_was_not_tried_stands_beside_the_verdict() -> None:
+def test_the_verdict_names_what_was_not_tried() -> None:
     assert re.search(words("all is well", r"not tried: [^<]*\breplicate\b"), read("tiny-qwen3", tp=2).text)
 
 

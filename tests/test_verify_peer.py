@@ -1,4 +1,4 @@
-"""M1 and R1 of `meshwright verify`: one process beside transformers' model."""
+"""M1 and R1 of `meshwright verify`: one process against transformers' model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def half_back_through_norms(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """The weight of a zero-centred norm is small beside the 1."""
+    """The weight of a zero-centred norm is small compared with the 1."""
 
     def normed(x: Tensor, weight: Tensor, eps: float, _zero_centred: bool) -> tuple[Tensor, ...]:
         wide = norms.upcast(x)
@@ -114,7 +114,7 @@ def failing(*_: object) -> None:
     ],
     ids=["an unknown family", "an error of transformers"],
 )
-def test_what_could_not_be_asked_is_not_tried(
+def test_models_that_transformers_cannot_run_are_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], message: str
 ) -> None:
     """Not a pass: terminal, page and JSON say what was not tried from `untried`."""

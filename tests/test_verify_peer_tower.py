@@ -1,4 +1,4 @@
-"""M1 of `meshwright verify --tower`: one process with its tower beside transformers' model that sees."""
+"""M1 of `meshwright verify --tower`: one process with its tower against transformers' vision-language model."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
 
 
 @pytest.mark.parametrize(("mesh", "name"), CASES)
-def test_found(findings: Callable[[Planted], list[Finding]], name: str, mesh: str) -> None:
+def test_oracles_report_it(findings: Callable[[Planted], list[Finding]], name: str, mesh: str) -> None:
     result = list(map(str, findings((mesh, name))))
     assert re.match(PLANTS[name][1], result[0]), result[:3]
     if "norm" in name:

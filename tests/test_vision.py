@@ -1,4 +1,4 @@
-"""The tower, positions and pictures of documents, beside transformers; and what is refused."""
+"""The tower, positions and pictures of documents, against transformers; and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def inputs(made: Made) -> dict[str, Any]:
-    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it is given ours:
+    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it gets ours:
     those of all other documents are compared with its own."""
     tokens, pictures = made
     ids, batch = torch.tensor([tokens]), seeing.packed_of([made])
@@ -213,7 +213,7 @@ def test_numbers_are_those_of_transformers(source: Callable[[str], Path], name: 
 SPELLINGS: dict[str, dict[str, Any]] = {
     "fused": {},
     "turned": dict(turned=True),
-    "fused, 2F = D": dict(moe_intermediate_size=18),  # gate_up is square: by its shape alone nobody could tell
+    "fused, 2F = D": dict(moe_intermediate_size=18),  # gate_up is square: its shape alone is ambiguous
     "turned, 2F = D": dict(moe_intermediate_size=18, turned=True),
     "turned, F = D": dict(moe_intermediate_size=36, turned=True),  # and so is down
 }
@@ -257,7 +257,7 @@ def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None
         assert all(answer["same"] for answer in answers), name
 
 
-def test_a_tower_that_is_not_made_is_kept(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_unloaded_tower_is_exported(source: Callable[[str], Path], tmp_path: Path) -> None:
     def export() -> list[str]:
         model = mw.load(source("qwen3_5"), mw.Mesh(device="cpu"), dtype=torch.float32)
         mw.export(model, tmp_path / "out")
@@ -273,7 +273,7 @@ def picture(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid
 
 
 RUN = [START, *[IMAGE] * 4, END]
-REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
+REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, message
     "a place without a picture": ([RUN], [[]], "document 0 has 4 placeholders at token 1, but its 0 frames"),
     "a picture without a place": ([[1, 2]], [[picture(2, 4)]], "0 has 1 frame, but placeholders for 0 of them"),
     "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches and takes 6 placeholders, but 4 are left of the 4"),

@@ -163,7 +163,7 @@ def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
 
 
 def test_tied_model_that_transformers_saved_once_more() -> None:
-    """It writes the default of text_config, not tied, beside the tie at the top, which is the one that it reads."""
+    """It writes the default of text_config, not tied, and the tie at the top, which is the one that it reads."""
     text = {**tiny.ODD["qwen3_5"], "tie_word_embeddings": False}
     whole = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
     assert describe(whole, prefix_of(whole, None), "lm")[0].tied
@@ -172,7 +172,7 @@ def test_tied_model_that_transformers_saved_once_more() -> None:
 
 
 def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
-    """A sharded source with an index, names of its own, mtp tensors that we do not train, a tokenizer beside it."""
+    """A sharded source with an index, names of its own, mtp tensors that we do not train, and a tokenizer."""
     source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
@@ -360,7 +360,7 @@ def _exported_from_elsewhere(source: Path, out: Path) -> None:
     mw.export(model, out)
 
 
-def test_small_files_are_found_again_from_elsewhere(tmp_path: Path) -> None:
+def test_small_files_are_copied_from_another_directory(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
     (source / "tokenizer.json").write_text("{}")
     (source / "additional_chat_templates").mkdir()

@@ -202,7 +202,7 @@ Turn = Callable[[Tensor, Sequence[int], Sequence[Any]], None]
 
 
 def _turned(patch: Patch, change: Turn) -> None:
-    """Positions of tokens, changed in place. Of the batch alone: what transformers is given stays right."""
+    """Positions of tokens, changed in place. Only those of the batch: transformers gets the right ones."""
     real = data_batch.turns_of
 
     def turns_of(bounds: Sequence[int], frames: Sequence[Any]) -> Tensor:

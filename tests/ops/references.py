@@ -85,7 +85,7 @@ class _Brought(Exception):
 
 
 def in_parts(op, parts, streams):
-    """`op(part, *streams of it)` of each part, joined. What a part is given of the others is in their graph."""
+    """`op(part, *streams of it)` of each part, joined. Inputs from other parts stay in their graph."""
     pieces, brought = list(zip(*(x.chunk(parts) for x in streams), strict=True)), []
     for number, piece in enumerate(pieces):
         try:

@@ -54,7 +54,7 @@ def test_the_grid_of_a_turned_matrix_is_the_turned_grid():
 
 
 @pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_is_seen(worst):
+def test_non_finite_values_stay(worst):
     x = rand(2, 128, grad=False)
     x[1, 5] = worst
     y = linear(x, rand(128, 128, seed=1, grad=False), fp8=True)

@@ -163,7 +163,7 @@ def test_gates_of_experts(cache):
 
 @pytest.mark.slow
 def test_norms_gates_and_rotations(cache):
-    """A dozen kernels take half a minute, and twice that beside other tests."""
+    """A dozen kernels take half a minute, and twice that while other tests run."""
     worlds.run(1, compiled_on_a_cpu, cache, ALL, seconds=240)
 
 
@@ -182,7 +182,7 @@ ALL = (ours, of_delta_nets, of_experts)
 
 
 def compiled_on(device, functions):
-    """Outputs and gradients of several lengths beside float64, which is never compiled."""
+    """Compare outputs and gradients of several lengths with float64, which is never compiled."""
     seen, chosen = [], module._chosen
     refused = patch.object(module.logger, "warning", lambda message, *args: pytest.fail(message % args))
     with refused, patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):

@@ -49,7 +49,7 @@ def refuses(x, docs):
 
 
 @pytest.mark.parametrize("kept", [[], [torch.ops.aten.cumsum.default]], ids=["full", "selective"])
-def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch):
+def test_a_kernel_is_tried_while_a_layer_is_recomputed(kept, monkeypatch):
     """The trial's own backward must not be a part of the layer's."""
     monkeypatch.setattr(kernels, "SLOW", ())
     monkeypatch.setattr(kernels, "_agreed", {})

@@ -40,7 +40,7 @@ def test_the_same_bits_each_time_on_several_threads():
 
 
 def test_large_tables_have_the_same_gradient():
-    """Large enough that its block is asked to lie in large pages."""
+    """The tensor is large enough for a request of large pages."""
     _, d_table = differentiate(lambda table: lookup(table, ROWS), [rand(1 << 16, 129)])
     assert d_table.nbytes > 1 << 26
     _, d_small = differentiate(lambda table: lookup(table, ROWS), [rand(7, 129)])

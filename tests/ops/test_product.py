@@ -49,7 +49,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
     assert [t.grad is None for t in args] == [i == frozen for i in range(4)]
 
 
-def test_nothing_is_kept_for_backward_but_the_operands():
+def test_backward_keeps_only_the_operands():
     """The joined weight least of all: it would outlive the gathered weights that FSDP frees."""
     x, args, kept = rand(7, 4), weights(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):

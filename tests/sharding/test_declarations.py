@@ -9,7 +9,7 @@ from meshwright.sharding import Block, Box, Layout, Param, Table, collect, plain
 
 
 class Model(nn.Module):
-    """`net.w` and others, declared as given."""
+    """Declare `net.w` and others."""
 
     def __init__(self, **made):
         super().__init__()
@@ -92,7 +92,7 @@ def test_sizes_that_differ():
     refused(r"^net\.w: \[0:6\] of ours and \[0:5\] of k differ in size", w=vector(one(block((0,), (6,), "k", (5,)))))
 
 
-def test_rows_of_the_source_that_nobody_takes():
+def test_rows_of_the_source_without_a_parameter():
     reference = Box((0,), (6,))
     refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), reference))))
 
@@ -187,7 +187,7 @@ def test_blocks_that_disagree_about_the_shape_of_a_key():
     refused("^(net.v|k)", w=vector(first, size=3), v=vector(second, size=3))
 
 
-def test_a_block_that_cannot_be_seen_in_our_shape():
+def test_a_block_that_has_no_view_in_our_shape():
     """Columns 0-1 of four rows are no vector without a copy; loading would fail in the middle."""
     left, right = (block((a,), (a + 8,), "k", (4, 4), Box((0, a // 4), (4, a // 4 + 2))) for a in (0, 8))
     refused("^net.w", w=vector(one(left, right), size=16))

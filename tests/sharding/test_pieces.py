@@ -108,8 +108,8 @@ def test_tiny_models_tile(name, axes):
     check_tiled(table_of(name), axes)
 
 
-@pytest.mark.parametrize("wrong", ["two writers of a seam", "a seam that nobody writes"])
-def test_rows_that_are_not_written_once_are_found(monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", ["two writers of a seam", "a seam without a writer"])
+def test_rows_that_are_not_written_once_are_reported(monkeypatch, wrong):
     """A save proves this before it writes."""
     off = 1 if wrong.startswith("two") else -1
 
