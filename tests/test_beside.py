@@ -54,7 +54,7 @@ def of_a_step(directory: Path, recompute: str, more: dict[str, Any]) -> tuple[li
 
 @pytest.mark.parametrize("more", [{}, {"token_once": True}], ids=str)
 def test_the_shared_expert_is_computed_while_rows_travel(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Three layers compute three products in forward and six in backward during the exchange of rows, and of weights."""
+    """Three layers compute three products in forward and six in backward during the exchange of rows and weights."""
     at = tiny.directory(tmp_path / "m", "qwen3_5_moe")
     cases = {recompute: functools.partial(of_a_step, at, recompute, more) for recompute in ("none", "full")}
     (none, _), (full, _) = worlds.in_turn(2, cases).values()
