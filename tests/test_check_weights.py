@@ -48,9 +48,9 @@ LOADED: list[tuple[str, str | None, torch.dtype, dict[str, int]]] = [
     ("qwen2", None, BF16, dict(fsdp=2, tp=2)),
     ("qwen3", None, F32, dict(tp=4)),
     ("qwen3_tied", "twice", BF16, dict(fsdp=2)),
-    ("qwen3_moe", "per-expert", BF16, dict(fsdp=2, tp=2, ep=2)),
+    ("qwen3_moe", "per-expert", BF16, dict(tp=2, ep=2)),
     ("qwen3_moe", "fused", F32, dict(tp=2)),
-    ("qwen3_5", None, BF16, dict(fsdp=2, tp=2)),
+    ("qwen3_5", None, BF16, dict(fsdp=2)),
     ("qwen3_5_moe", "fused", BF16, dict(replicate=2, tp=2, ep=2)),
 ]
 

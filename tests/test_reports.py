@@ -85,11 +85,11 @@ def test_targets_and_tokens_are_counted_once(sources: dict[str, Path], mesh: dic
 
 
 def stepped_both_ways(source: Path, mesh: dict[str, int]) -> list[dict[str, Tensor]]:
-    """Return the parameters of a rank after three steps, by `step` and by its two halves."""
+    """Return the parameters of a rank after two steps, by `step` and by its two halves."""
     out = []
     for halves in (False, True):
         engine = build(source, mesh)
-        for _ in range(3):
+        for _ in range(2):
             if halves:
                 engine.backward(mine(engine))
                 engine.update()

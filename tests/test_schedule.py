@@ -32,7 +32,7 @@ def orders_of(name, line, num_batches, trained_from=0):
     return forwards(line, num_batches) if name == "forwards" else ORDERS[name](line, num_batches, trained_from)
 
 
-def computed(line, orders):
+def timed(line, orders):
     return times(line, orders, lambda action: COST[action.kind])
 
 
@@ -204,7 +204,7 @@ def test_pairs_meet_in_the_same_order_and_only_neighbours_meet():
 def test_transfers_that_do_not_block_cost_no_time():
     """The times of a table are those of the program, though each pair of ranks has but one queue for both ways."""
     for (line, first, lists), (*_, orders) in zip(programs(), cases(), strict=True):
-        table = computed(line, orders)
+        table = timed(line, orders)
         assert finish_times(line, first, lists) == [row[-1].end for row in table.rows]
         for row in table.rows:
             assert all(a.end <= b.start for a, b in pairwise(row))
@@ -249,7 +249,7 @@ def test_orders_that_cannot_be_carried_out_are_refused():
 
 def bubble(name, pp, num_batches, a_rank=1):
     line = line_for(name, pp, a_rank)
-    return computed(line, ORDERS[name](line, num_batches)).bubble
+    return timed(line, ORDERS[name](line, num_batches)).bubble
 
 
 def test_bubbles_are_those_of_the_formulas():
@@ -430,12 +430,12 @@ def test_refused_with_numbers_and_a_way_out(error, make, says):
 
 def test_a_drawing():
     line = line_of(2)
-    assert draw(computed(line, ORDERS["1f1b"](line, 2)), columns=2).splitlines() == [
+    assert draw(timed(line, ORDERS["1f1b"](line, 2)), columns=2).splitlines() == [
         "  0 F0F1....B0  ..B1  ",
         "  1 ..F0B0  F1B1  ....",
     ]
     line = line_of(2, 2, turn=True)
-    assert draw(computed(line, ORDERS["v"](line, 2)), columns=2).splitlines() == [
+    assert draw(timed(line, ORDERS["v"](line, 2)), columns=2).splitlines() == [
         "  0 F0F1..f0i0f1i1I0w0I1W0w1W1",
         "  1 ..F0f0F1f1i0I0i1I1w0W0w1W1",
     ]

@@ -42,7 +42,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_the_config_alone_is_fetched_for_a_shrunk_run(requests: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "org/tiny", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64", "--against", "none"]) == 0
+    assert main(["verify", "org/tiny", "--dtypes", "float64", "--against", "none"]) == 0
     assert requests == [False]
     assert re.search(words("org/tiny", r"\bhub\b", r"\bconfig\b"), capsys.readouterr().err)
 
