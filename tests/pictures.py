@@ -44,7 +44,7 @@ def run_state(steps: int = 412) -> RunState:
 
 
 def picture() -> str:
-    """Without the fonts that rich would fetch from elsewhere."""
+    """Leave out the fonts that rich would fetch."""
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Screen(run_state(), "", now=BEGAN + 2.7 * 412))
     plain = re.sub(r"@font-face \{\{.*?\n    \}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -81,7 +81,7 @@ def quantise(matrix: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tupl
 
 
 def dequantise(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """In float64."""
+    """Return the values in float64."""
     if numbers.dim() > 2:
         return torch.stack([dequantise(q, s, block) for q, s in zip(numbers, scales, strict=True)])
     out = torch.empty(numbers.shape, dtype=torch.float64)
@@ -93,7 +93,7 @@ def dequantise(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tenso
 
 @dataclass(frozen=True)
 class Format:
-    """How matrices are written in 8 bits. `make`: numbers and scales of one."""
+    """A layout of 8-bit matrices. `make` returns the numbers and scales of one."""
 
     block: tuple[int, int]
     make: Callable[[Tensor], tuple[Tensor, Tensor]]

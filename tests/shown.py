@@ -74,7 +74,7 @@ def drawn(at: Path, colour: str, width: int = 24, height: int = 16) -> Path:
 
 
 def chats(folder: Path, num: int = 60, seed: int = 0) -> Path:
-    """Which colour? With and without pictures, some with two."""
+    """Write chats about colours, without a picture, with one or with two."""
     dice, rows = random.Random(seed), []
     (folder / "drawn").mkdir(exist_ok=True)
     for number in range(num):

@@ -198,7 +198,7 @@ def children(pid: int) -> list[int]:
 
 
 def _started_at(pid: int) -> int:
-    """In ticks since the start of the machine; after all others where the process has ended since."""
+    """Return the start in ticks since the machine started, or the largest number where the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):

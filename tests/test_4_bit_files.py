@@ -77,7 +77,7 @@ expected = functools.cache(values)
 
 @pytest.mark.parametrize("form", FORMS)
 def test_our_reading_is_the_library_s(directory: Callable[[str, str], Path], form: str) -> None:
-    """Which rounds what it hands out to bfloat16, where numbers are in 4 bits."""
+    """The library rounds 4-bit values to bfloat16."""
     at = directory("qwen3", form)
     result, reader = tensors(at), BaseCompressor.get_value_from_registry(FORMS[form])
     base = KEY.removesuffix("weight")
@@ -153,7 +153,7 @@ TRAINED = [(case, mesh) for case in (("qwen3_5_moe", "NVFP4"), ("qwen3_moe", "MX
 def test_what_is_frozen_stays(
     directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int], case: Case
 ) -> None:
-    """Whatever else is trained, saved, and resumed."""
+    """Frozen parameters stay through training, saves and resumes."""
     at = directory(*case)
     worlds.run(world_of(mesh), trained, at, mesh, tmp_path)
     before, after = tensors(at), tensors(tmp_path / "as it was")
@@ -173,13 +173,13 @@ def test_what_is_frozen_stays(
 
 
 def bytes_read(at: Path) -> int:
-    """On a rank that stores half of each matrix."""
+    """Load on a rank that stores half of each matrix."""
     return mw.load(at, mw.Mesh(fsdp=2, device="cpu"), train=[]).bytes_read
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_reads_its_bytes_alone(directory: Callable[[str, str], Path], form: str) -> None:
-    """But for global scales, which both may need."""
+    """Global scales are the exception: both ranks may need them."""
     at = directory("qwen3", form)
     size = sum(tensor.nbytes for key, tensor in tensors(at).items() if not key.endswith("global_scale"))
     num = sum(key.endswith("weight_global_scale") for key in tensors(at))
@@ -224,7 +224,7 @@ def test_training_is_refused_before_anything_is_read(
 
 
 def changed(at: Path, out: Path) -> None:
-    """By hand, on the second rank alone."""
+    """Change a number on the second rank alone."""
     mesh = mw.Mesh(fsdp=2, device="cpu")
     model = mw.load(at, mesh, dtype=torch.float32, train=[])
     if mesh.rank == 1:
@@ -367,7 +367,7 @@ def compared(at: Path, plant: str) -> bool:
 
 
 def test_planted_bugs_are_caught(directory: Callable[[str, str], Path]) -> None:
-    """By the comparison of what is stored with the files, which reads them in its own way."""
+    """check_weights reads the files in its own way."""
     at = directory("qwen3", "NVFP4")
     result = worlds.in_turn(2, {plant: functools.partial(compared, at, plant) for plant in PLANTED})
     assert not any(any(answers) for answers in result.values()), result

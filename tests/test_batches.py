@@ -32,7 +32,7 @@ def evaluated(source: Path, batches: list[list[mw.Batch]], loss: Any, **options:
 
 @pytest.mark.parametrize("length", [6, 8])
 def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
-    """Where a 0 is put behind booleans, `~` gives -2, and a mask picks rows."""
+    """A 0 behind booleans would make `~` give -2, and a mask pick rows."""
     fields = {"is_prompt": [[True] * 3 + [False] * 3], "advantage": [[0.5] * 6], "at": [[1, 2, 3, 4, 5, 6]]}
     batch = mw.pack([[5, 6, 7, 8, 9, 10]], length=length, fields=fields)
     kinds = {name: values.dtype for name, values in batch.fields.items()}
@@ -157,7 +157,6 @@ def _by_document(scores: Any, fields: Any) -> Tensor:
 
 
 def test_a_loss_of_whole_documents(source: Path) -> None:
-    """Without tp."""
     result = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
     assert result[0] > 0
 

@@ -76,7 +76,7 @@ def thinks(message: dict[str, Any]) -> bool:
 
 
 def check(row: dict[str, Any], documents: list[Tokens], template: str, args: dict[str, Any]) -> int:
-    """How many turns were right; raises at the first that is not."""
+    """Count the right turns; raise at the first wrong one."""
     wanted = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
     result = [(document, span) for document in documents for span in document.spans]
     assert len(result) == len(wanted), "each turn once"

@@ -208,7 +208,7 @@ def test_no_weights_are_sent(source: Callable[[str], Path]) -> None:
 
 
 def peak_bytes(source: Path) -> tuple[int, int]:
-    """How much the check adds, at most, to what a process holds."""
+    """Return the most memory that the check adds to the process."""
     model = mw.load(source, mw.Mesh())
     torch.ones(1).sum()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

@@ -22,7 +22,7 @@ KILLS = 100 if parts.ALL else 14
 
 
 def saves_on_and_on(source: Path, out: Path, wait: bool) -> None:
-    """Until it is killed: five steps, then the same ones again."""
+    """Save five steps again and again, until it is killed."""
     engine = engine_of(source, {})
     while True:
         engine.steps = engine.optimizer.steps = engine.steps % 5

@@ -73,7 +73,7 @@ def nothing(_patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def at(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the machine has a folder there: hundreds of trees are written and removed."""
+    """Use memory where the machine has a folder for it: the test writes and removes hundreds of trees."""
     in_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=in_memory if os.access(in_memory, os.W_OK) else tmp_path) as made:
         yield Path(made)

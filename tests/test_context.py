@@ -86,7 +86,7 @@ def copies_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def ranks_for_heads(patch: pytest.MonkeyPatch) -> None:
-    """On the way back the heads of a rank are taken for those of its neighbour."""
+    """The way back takes the heads of a rank for those of its neighbour."""
     real = context.heads_to_tokens
     patch.setattr(context, "heads_to_tokens", lambda swap, *args: real(swap, *args).roll(1, 1))
 
@@ -138,7 +138,7 @@ def test_planted_bugs_are_named(lines: Callable[[str], list[str]], name: str) ->
 
 
 def groups_of_a_look(source: Path) -> tuple[int, int]:
-    """How many groups there are after loading, and after one replica has looked at the model alone."""
+    """Count the groups after loading, and after one replica has run the model alone."""
     model = mw.load(source, trials.mesh_of(dict(replicate=2, fsdp=2, cp=2, tp=2)), dtype=torch.float32)
     mesh, loaded = model.mesh, len(model.mesh._group_of)
     if mesh.coords["replicate"] == 0:

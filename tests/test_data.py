@@ -98,7 +98,7 @@ def test_refused(options: dict[str, Any], pattern: str) -> None:
 
 @pytest.mark.parametrize("of", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
 def test_values_over_the_tokens_move_to_the_terms(of: Any) -> None:
-    """Within each document: nothing of the second document reaches the first. `~` of the number 1 would be -2."""
+    """Values stay within their document. `~` of the number 1 would be -2."""
     gain, keep = [[9.0, 0.0, 0.5, 0.75], [9.0, 1.0, 2.0]], [[True, False, True, True], [True, False, True]]
     fields = {name: mw.over_tokens([of(each) for each in values]) for name, values in (("gain", gain), ("keep", keep))}
     batch = mw.pack(DOCUMENTS, length=8, fields=fields)
@@ -128,7 +128,7 @@ def test_a_field_put_in_later_may_be_over_the_tokens() -> None:
 
 
 def test_a_field_put_in_later_is_as_wide_as_one_of_pack() -> None:
-    """In bfloat16 a third is 0.334."""
+    """bfloat16 turns a third into 0.334."""
     batch = mw.pack(DOCUMENTS)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -156,7 +156,7 @@ def test_split_gives_back_what_fields_take() -> None:
 
 
 def ratios(source: Path, mesh: dict[str, int]) -> tuple[list[float], list[float], str]:
-    """In a first step of RL every ratio is 1, whichever way the old log-probabilities went."""
+    """Every ratio is 1 in a first step of RL, whichever way the old log-probabilities came."""
     seen: list[float] = []
 
     def loss(scores: Any, fields: Any) -> Tensor:
@@ -312,7 +312,7 @@ OF_ALL: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("documents", "options", "pattern"), OF_ALL.values(), ids=OF_ALL.keys())
 def test_batches_refused(documents: Any, options: dict[str, Any], pattern: str) -> None:
-    """In the numbers of the caller, not in those of one batch."""
+    """Messages count in the caller's numbers, not in those of one batch."""
     with pytest.raises(mw.DataError, match=pattern):
         mw.batches(documents, Ranks(0, 1), **{"length": 8, **options})  # type: ignore[arg-type]
 

@@ -64,7 +64,7 @@ def tokens(result: Any) -> list[list[int]]:
 
 
 def test_a_saved_set_is_its_rows(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of its files, whatever the size of a shard; each with the place of its row."""
+    """Rows come in the order of the files, whatever the size of a shard, each with its place."""
     lines = tmp_path / "chats.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     at = saved(tmp_path / "set", ROWS[:5], ROWS[5:])

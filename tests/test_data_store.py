@@ -60,7 +60,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies across a border: a line, its end, a character of several bytes."""
+    """A line, its end, or a character of several bytes may lie across a border."""
     dice = random.Random(0)
     for number, ending in enumerate(["\n", "\r\n"] * 20):
         rows = [{"text": "ä€𝄞x"[: dice.randint(0, 4)] * dice.randint(0, 9)} for _ in range(dice.randint(1, 12))]
@@ -161,7 +161,7 @@ def test_files_of_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
-    """At the same size, and with the time of the old one."""
+    """Size and modification time are those of the old file."""
     file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
     before = file.stat()
     assert texts(prepare(recipe(file), tmp_path / "cache")) == ["one"]

@@ -223,7 +223,7 @@ def groups() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks stand, and nothing may be written."""
+    """Return the working directory of the ranks: no file may appear in it."""
     return tmp_path_factory.mktemp("empty")
 
 

@@ -147,7 +147,7 @@ def expected_of(name: str) -> Iterator[str]:
 
 
 def section(name: str) -> str:
-    """From the heading of a name to the next one."""
+    """Return the text from the heading of a name to the next one."""
     result = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert result, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
     return result[0]
@@ -193,7 +193,7 @@ def test_quotes_of_peers(tmp_path: Path) -> None:
 
 
 def _coarse(text: str) -> list[str]:
-    """Without the digits that rounding decides; the first line names versions of what need not be the same."""
+    """Drop the digits that rounding decides, and the first line, which names versions."""
     return [re.sub(r"\d(e[+-]\d)\d", r"\1", line) for line in text.splitlines()[1:]]
 
 

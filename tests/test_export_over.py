@@ -33,7 +33,6 @@ def bytes_of(at: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """With a tokenizer and a template."""
     at = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
     (at / "tokenizer.json").write_text("{}")
     (at / "additional_chat_templates").mkdir()
@@ -124,7 +123,7 @@ def overwritten(source: Path, out: Path) -> str:
 
 
 def test_the_earlier_one_is_put_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the second rename fails."""
+    """The second rename fails."""
     shutil.copytree(source, tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").write_text("earlier")
     before, rename = bytes_of(tmp_path), Path.rename
@@ -249,7 +248,7 @@ def checked(source: Path, out: Path, options: dict[str, Any]) -> list[str]:
 def test_what_export_would_refuse_is_refused_before_the_training(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """On all ranks, and nothing is written."""
+    """All ranks refuse, and write nothing."""
     place, change, options, pattern = PLACES[case]
     change(monkeypatch)
     before = bytes_of(tmp_path)
@@ -331,7 +330,7 @@ def test_a_system_that_writes_less_than_requested(
 
 
 def full_disk(source: Path, out: Path) -> tuple[str, int]:
-    """On rank 1 alone, in the middle of its work. Afterwards all go on."""
+    """Fail on rank 1 alone, in the middle of its work. Afterwards all ranks go on."""
     model = mw.load(source, mw.Mesh(fsdp=2, tp=2, timeout_s=20))
     write, calls = os.pwrite, iter(range(1000))
 

@@ -64,7 +64,7 @@ def untouched(at: Path, mesh: Mapping[str, int], out: Path, train: str) -> dict[
 def test_loaded_exactly_and_exported_to_the_byte(
     directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int]
 ) -> None:
-    """Whether it could be trained or not."""
+    """Trained and frozen layers take turns."""
     cases = cases_on(mesh)
     acts = {
         case: functools.partial(untouched, directory(*case), mesh, tmp_path / f"{n}", ("**", "layers.1.*")[n % 2])
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], 
 
 
 def test_what_is_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """Before anything is made, by its name."""
+    """Each error names the tensor or field before any module exists."""
     at = {name: rewritten(directory("qwen3", "float32"), tmp_path / name, REFUSED[name][0]) for name in REFUSED}
     result = worlds.in_turn(1, {name: functools.partial(refused, each) for name, each in at.items()})
     for name, (_, expected) in REFUSED.items():
@@ -254,7 +254,7 @@ def compared(at: Path, plant: str) -> bool:
 
 
 def test_planted_bugs_are_caught(directory: Callable[[str, str], Path]) -> None:
-    """By the comparison of what is stored with the files, which reads them in its own way."""
+    """check_weights reads the files in its own way."""
     at = directory("qwen3", "bfloat16")
     acts = {plant: functools.partial(compared, at, plant) for plant in PLANTED}
     result = worlds.in_turn(2, acts)
@@ -289,7 +289,7 @@ def test_a_block_that_two_ranks_have_gets_one_scale(
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
 def test_verify_says_how_numbers_differ(dtype: torch.dtype) -> None:
-    """In 8 bits too, which torch cannot sort."""
+    """torch cannot sort 8-bit numbers."""
     one, other = (torch.tensor(values).to(dtype) for values in ([1.0, 2.0, 4.0], [4.0, 2.0, 1.0]))
     assert oracles._differs(one, other) == "2 of 3 elements differ: the right values in the wrong places"
 
@@ -411,7 +411,7 @@ def test_the_config_tells_what_is_in_8_bits(directory: Callable[[str, str], Path
 
 
 def goes_on(at: Path, out: Path) -> None:
-    """From files alone, with their scales; and what only rank 0 would find out too late is refused before."""
+    """Resume from files alone, with their scales. Ranks refuse early what only rank 0 would notice late."""
     mesh = mw.Mesh(fsdp=2, device="cpu")
     engine = mw.Engine(mw.load(at, mesh, dtype=torch.float32), lr=1e-2)
     engine.step(tiny.batches(mesh.data_rank))
@@ -452,7 +452,7 @@ def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path)
 
 @pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1e-3, 0.3, 20.0])
 def test_small_values_keep_their_size(most: float) -> None:
-    """Also where float16 has few digits left for their scale."""
+    """float16 has few digits left for the smallest scales."""
     grid = quant_formats.scales_to_float(
         quant_formats.scales_to_stored(quant_formats.scales_for_amax(torch.tensor([[most]])), "F16")
     )
@@ -470,7 +470,7 @@ def kept_to_the_byte(source: Path, at: Path) -> bool:
 def test_an_untouched_block_stays_at_the_ends_of_the_range(
     directory: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """Where bfloat16 has few digits, or makes infinity of the largest: every number with such a scale."""
+    """bfloat16 has few digits for small scales, and the largest becomes infinite. Each file has every number."""
 
     def change(scale: float, _: dict[str, Any], files: dict[str, Tensor]) -> None:
         key = "model.layers.0.mlp.down_proj.weight"

@@ -62,7 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
-    """By the first of the meshes, in both ways; and what each of its ranks went on with."""
+    """Save on the first mesh in both ways; return the checkpoint and the next loss of each rank."""
     at = tmp_path_factory.mktemp("saved")
     return at, worlds.run(world_of(MESHES[0]), begun, source, MESHES[0], at)
 

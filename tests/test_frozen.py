@@ -87,7 +87,7 @@ def outputs_of(model: mw.Model, out: Path) -> dict[str, Any]:
 
 
 def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.dtype]]:
-    """With frozen parameters as in the files, and as wide as the trained ones."""
+    """Run with frozen parameters in the dtype of the files, then in that of trained ones."""
     load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, memory=case.memory)
     model = load(train=SOME[case.name])
     dtypes = {name: tensor.dtype for name, tensor in model.stored().items()}
@@ -258,7 +258,7 @@ def apart_from_the_bill(
 
 
 def test_gradients_begin_at_a_door(tmp_path: Path) -> None:
-    """In the part in which gradients begin, backward passes the doors behind what is trained, and no other."""
+    """Backward passes only the doors behind trained parameters."""
     sources = {
         name: (seeing if "vl" in name else tiny).directory(tmp_path / name, name)
         for name in {name for name, *_ in BEGINS.values()}

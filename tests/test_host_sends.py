@@ -118,7 +118,8 @@ def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
 
 @worlds.world(2)
 def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sum of three pieces, after the first is sent. What was left behind would come in the place of the next."""
+    """A sum has three pieces, and the interrupt follows the first. A leftover piece would arrive as part of the next
+    sum."""
     group, real = world(2), dist.isend
     monkeypatch.setattr(local_collectives, "_PIECE", 3)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background

@@ -41,7 +41,7 @@ def run_of(at: Path) -> Path:
 
 
 def started(stack: ExitStack, hosts: Hosts, arguments: list[str], max_restarts: int = 0) -> tuple[Started, Started]:
-    """On both, with steps made."""
+    """Start both, and wait for some steps."""
     stack.enter_context(forked_ranks())
     first, second = (
         stack.enter_context(hosts.start(number, arguments, max_restarts=max_restarts)) for number in (0, 1)
@@ -68,7 +68,7 @@ def test_two_hosts_and_a_restart(tmp_path: Path, hosts: Hosts) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off(tmp_path: Path, hosts: Hosts) -> None:
-    """Both end by themselves, soon; each names the ranks that it has lost; no process stays."""
+    """Both hosts end soon by themselves and name the lost ranks; no process stays."""
     path, ends = run_of(tmp_path), {}
     with ExitStack() as stack:
         command = ["train", str(path), "--set", "train.steps=2000", "save.every=2000"]

@@ -100,7 +100,7 @@ def test_ray() -> None:
 
 
 def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From SLURM and from the launcher is once. Another one, or later, ends the process."""
+    """A signal of both SLURM and the launcher counts once. Another one, or a later one, ends the process."""
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     requested = stop.Stop()

@@ -152,7 +152,7 @@ def test_bugs_are_caught(findings: worlds.Shared[Case, list[Finding]], case: Cas
 
 
 def test_a_rank_left_out_of_backward_is_named(tmp_path: Path) -> None:
-    """Without the recorder it would be a hang."""
+    """Only the recorder turns this hang into an error."""
     case = replace(on("qwen3_5", ALL, cp=2), plant="first_rank_left_out")
     with pytest.raises(
         RankError, match=words("rank 1 is at reduce_scatter", r"layers\.0\.mixer\.states, backward", "rank 0")
@@ -185,7 +185,7 @@ def sent(config: dict[str, Any], cp: int, context: mw.ContextParallel = CHOSEN) 
 
 
 def test_what_a_layer_sends() -> None:
-    """By hand: a swap of n sends T/(cp/n) x (2 x 32/n queries + 2 x kv heads) x 128 x 2 bytes; a gather T x 2 x 8."""
+    """A swap of n sends T/(cp/n) x (2 x 32/n queries + 2 x kv heads) x 128 x 2 bytes; a gather T x 2 x 8."""
     assert sent(QWEN3_8B, 8) == dict(swap=335.5)
     assert sent(QWEN3_8B, 16) == dict(swap=201.3)
     assert sent(QWEN3_8B, 64) == dict(swap=67.1, all_k=33.6, all_v=33.6)  # 32 x 2: each has one of the kv heads

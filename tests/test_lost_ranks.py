@@ -259,7 +259,7 @@ def test_a_hook_that_fsdp_calls_is_no_waiting(inner: list[str], place: tuple[str
 
 
 def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
-    """Without torchrun the store dies with rank 0."""
+    """The store dies with rank 0 if there is no torchrun."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
     return trained(source, TP, harm, victim=0)
 

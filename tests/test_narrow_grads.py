@@ -58,7 +58,7 @@ def both(source: Path, mesh: dict[str, int]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "mesh"), [("qwen3_moe", dict(fsdp=2, ep=2)), ("qwen3_5", dict(replicate=2, fsdp=2))])
 def test_what_is_sent_narrow_is_summed_wide(source: Callable[..., Path], name: str, mesh: dict[str, int]) -> None:
-    """To the bit as FSDP sums them in float32: two terms have one sum. And half of the bytes."""
+    """Two terms have one sum, so the result is bitwise FSDP's float32 sum, for half of the bytes."""
     (wide, by_ring), (ours, by_all) = both(source(name), mesh)
     assert all(torch.equal(wide[key], ours[key]) for key in wide)
     assert by_ring["reduce_scatter"] == 2 * (by_all["all_to_all"] - by_ring["all_to_all"]) > 0

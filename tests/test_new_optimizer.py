@@ -110,7 +110,8 @@ def by_torch(source: Path) -> dict[str, Tensor]:
 
 
 def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str, str]:
-    """From the checkpoint, from torch's, from both with another optimizer: weights after the third step, errors."""
+    """Resume from the checkpoint and from torch's; return the weights after the third step, and the errors with another
+    optimizer."""
     engine, by_dcp = (build(source, mesh, optimizer=SGD()) for _ in range(2))
     mw.resume(engine, out / "runs")
     state = by_dcp.state_dict()

@@ -64,7 +64,7 @@ def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=2, ep=2), dict(tp=2), dict(replicate=2)], ids=trials.named)
 def test_a_loss_that_fails_on_one_rank(source: Path, mesh: dict[str, int]) -> None:
-    """Before, the others waited for the rest of timeout_s, without a reason."""
+    """The others once waited for the rest of timeout_s, without a reason."""
     for rank, (message, seconds, losses, expected) in enumerate(worlds.run(2, goes_on, source, mesh)):
         for text in message:
             pattern = (
@@ -126,7 +126,7 @@ def part_of_one(source: Path) -> list[str]:
 
 
 def test_documents_that_one_data_rank_alone_would_get(source: Path) -> None:
-    """Before, that rank alone refused them, in its own numbers, and the others waited for it in the step."""
+    """That rank alone once refused them, and the others waited for it in the step."""
     for message in worlds.run(2, part_of_one, source):
         assert message == ["DataError: trained: document 2 differs in length: 2 values for 3 tokens", "nothing"]
 

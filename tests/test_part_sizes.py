@@ -137,7 +137,7 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:
-    """On the ranks of the mesh; one process, and float32, keep the sizes of real runs."""
+    """Ranks of the mesh have small parts; one process, and float32, keep the sizes of real runs."""
     plan = session.plan("tiny-qwen3", trials.Axes(), session.Options())
     tried = {dtype: session.trial_of(plan, dtype, Path()) for dtype in session.DTYPES}
     assert {dtype: trial.small_parts for dtype, trial in tried.items()} == {
@@ -187,7 +187,7 @@ def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_memory_that_no_code_writes_shows() -> None:
-    """In backward too, where a mode of torch would not be active."""
+    """Backward counts too, where a mode of torch would not be active."""
     x, weight_EOI = (torch.ones(*shape, requires_grad=True) for shape in ((2, 5), (3, 4, 5)))
     with poisoned_memory():
         x.register_hook(torch.empty_like)

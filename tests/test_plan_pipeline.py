@@ -41,7 +41,7 @@ def figures_of(
 
 
 def test_figures_of_a_published_model() -> None:
-    """By hand: float32 weights and two moments; between stages 8 micro-batches of bfloat16 go each way."""
+    """Weights and two moments are float32; 8 micro-batches of bfloat16 go each way between stages."""
     figures = figures_of(QWEN3_8B, pp=4)
     lines = place_lines(figures)
     assert [(s.first, s.last) for line in lines for s in line.stages] == [(0, 9), (10, 19), (20, 29), (30, 35)]

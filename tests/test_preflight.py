@@ -84,7 +84,7 @@ def test_bad_rows_of_all_sources_are_reported_at_once(at: Path, capsys: pytest.C
 
 
 def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any rank starts, by what the newest checkpoint says."""
+    """The newest checkpoint decides before any rank starts."""
     config = config_file.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
     data = launch.prepared(config).data
     state = asdict(resume_point.Position(data.plan.fingerprint, stream=36, num_steps=10))
@@ -105,7 +105,7 @@ def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatc
 def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
     at: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By shares of the tokens of the run, each of half of them: the small one is read twice as often."""
+    """Each source has half of the tokens, so the small one is read twice as often."""
     text = file_of(at, at / "m", eval={"path": str(at / "held.jsonl"), "every": 5})
     shares = ["data.0.share=0.5", f"data.1.path={at / 'held.jsonl'}", "data.1.share=0.5", "train.steps=4"]
     assert main(["data", str(text), "--set", *shares]) == 0

@@ -1,4 +1,4 @@
-"""How the launcher watches and ends its ranks, which these tests replace by shell scripts; and the lock of OUT."""
+"""The launcher watches and ends its ranks, which these tests replace by shell scripts; and the lock of OUT."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_how_ranks_end(
     first: int | None,
     says: str, number: int,
 ) -> None:  # fmt: skip
-    """Who was first is named, never a rank that the launcher itself has killed; and no process stays."""
+    """The launcher names the first rank to fail, never one that it has killed itself; no process stays."""
     started, signals = [], list[int]()
 
     def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:

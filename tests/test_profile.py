@@ -33,7 +33,7 @@ def traced(path: Path, *sets: str) -> None:
 
 
 def test_a_trace_names_its_regions(tmp_path: Path) -> None:
-    """In backward too, where a door is passed again or not."""
+    """Recomputation passes some doors again in backward."""
     model = source(tmp_path / "m", "qwen3_moe")
     chats(tmp_path / "chats.jsonl")
     chats(tmp_path / "few.jsonl", 5)

@@ -46,7 +46,7 @@ def published(at: Path) -> Path:
 
 
 def test_a_flipped_bit_of_a_published_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the last digit of a weight: no look at the numbers can tell. Before, all was well."""
+    """The last digit of a weight differs, which no look at the numbers shows."""
     source = published(tmp_path)
     code, run = output_of(capsys, source)
     assert (code, run["oracles"]["W1"]) == (0, [])

@@ -57,7 +57,7 @@ def replaced_with_the_old_time(at: Path) -> None:
 
 
 def written_into(at: Path) -> None:
-    """In place, of the same size."""
+    """Write into the file, at the same size."""
     for file in FILES:
         with (at / file).open("r+b") as out:
             out.write((at / "next" / file).read_bytes())

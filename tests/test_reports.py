@@ -28,7 +28,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Within 1e-9; a gradient that is zero is rounding of the whole one's size, and judged by that, as G1 does."""
+    """Compare within 1e-9. A zero gradient has rounding of the size of the whole one, and is compared with that, as in
+    G1."""
     assert result.keys() == expected.keys()
     whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
     for name, grad in expected.items():

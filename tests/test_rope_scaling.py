@@ -202,7 +202,7 @@ def test_fields_next_to_the_text_config_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_family_that_computes_no_scaling_refuses_it(tmp_path: Path) -> None:
-    """In Phi-3, transformers takes yarn for longrope."""
+    """transformers takes yarn for longrope in Phi-3."""
     import examples.phi3  # noqa: F401 - registers the family
 
     assert "rope_type='yarn' is not supported for this family" in refusal(tmp_path, tiny.of("phi3", rope_scaling=YARN))

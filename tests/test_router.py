@@ -38,7 +38,7 @@ def reference_outputs(name: str) -> tuple[float, dict[str, Tensor]]:
 
 @functools.cache
 def on_one(function: Callable[..., Any], *args: Any) -> Any:
-    """In a world of one process, once for all tests that ask for it."""
+    """Run in a world of one process, once for all tests."""
     return worlds.run(1, function, *args)[0]
 
 
@@ -51,7 +51,7 @@ def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple
 @pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize(("mesh", "length"), [({}, None), ({}, 70), (dict(tp=2), 70), (dict(tp=2, ep=2), 58)], ids=str)
 def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
-    """Also with filler tokens, which count nothing."""
+    """Padding counts nothing."""
     ref_loss, ref = on_one(reference_outputs, name)
     loss, grads = worlds.run(trials.world_of(mesh), ours, sources[name], mesh, length)[0]
     assert loss == pytest.approx(ref_loss, rel=1e-5)

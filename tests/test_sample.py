@@ -39,7 +39,7 @@ def peer(at: Path) -> list[list[int]]:
 
 
 def samples_of(at: Path, mesh: dict[str, int]) -> list[list[list[int]]]:
-    """Greedily, drawn twice, and drawn by another seed."""
+    """Sample greedily, twice with one seed, and with another seed."""
     model = mw.load(at, mw.Mesh(**mesh), dtype=torch.float32)
     numbers = torch.get_rng_state()
     drawn = functools.partial(mw.sample, model, PROMPTS, tokens=TOKENS, top_p=0.9)
@@ -77,7 +77,7 @@ def test_it_is_what_transformers_writes_on_every_mesh(tmp_path: Path) -> None:
 
 
 def test_what_is_drawn() -> None:
-    """By its probability, out of the smallest set that has top_p together."""
+    """Tokens are drawn by probability, from the smallest set that has top_p together."""
     logits = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(4000, -1)
     result = Counter(_choose(logits, 0.65, [_generator(3, number) for number in range(4000)]).tolist())
     assert set(result) == {1, 3}
@@ -140,7 +140,7 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
 
 
 def printed(arguments: list[str]) -> str:
-    """By the command."""
+    """Run the command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["sample", *arguments]) == 0
     return out.getvalue()

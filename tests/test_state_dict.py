@@ -35,7 +35,7 @@ CASES: dict[str, Case] = {
 
 
 def saved(source: Path, out: Path, mesh: Mapping[str, int], next_to: bool = False) -> list[float]:
-    """By torch; and by `mw.save`, which says what it should be. Returns the losses of the steps that follow."""
+    """Save by torch, and by `mw.save` as reference. Return the losses of the next steps."""
     engine = engine_of(source, mesh)
     train(engine, 1)
     mw.save(engine, out / "ours", dtype=torch.float32)

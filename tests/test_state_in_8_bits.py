@@ -66,7 +66,7 @@ def some(num_rows: int, num_cols: int, code: Code = FIRST, seed: int = 0) -> Ten
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
 def test_every_code_comes_back(code: Code) -> None:
-    """Whatever the dice say, also in a short last block. Scales are powers of 2, so that a rung is itself again."""
+    """The dice do not matter, nor a short last block. Scales are powers of 2, so that a level is itself again."""
     every_RC = torch.arange(256).repeat(3, 2)[:, :300].to(torch.uint8)
     every_RC[:, 128] = code.num if code.signed else 128  # 128 would be minus zero, which is never written
     every_RC[:, 256] = code.num
@@ -80,7 +80,7 @@ def test_every_code_comes_back(code: Code) -> None:
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
 def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
-    """And none at all of the largest of a block, of zero, and in the mean."""
+    """The largest of a block, zero, and the mean have no error."""
     wide_RC = some(500, 300, code)
     wide_RC[:7] = 0
     codes_RC, scales_RB = encode(wide_RC, code, dice(5, torch.arange(500), 0, 512))
@@ -97,8 +97,8 @@ def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
 def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
-    """In the value: dice for the logarithm would be off by more than a thousandth. Below all rungs too, but for a
-    second moment, which must not become 0."""
+    """Rounding the logarithm would be off by more than a thousandth. The mean is right below all levels too, except for
+    a second moment, which must not become 0."""
     rungs = levels(code, CPU)
     for at in [20, code.num - 1] + [0] * code.signed:
         value = float(rungs[at] + rungs[at + 1]) / 2
@@ -254,7 +254,7 @@ def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
 
 
 def test_every_step_and_moment_has_dice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an element would be rounded the same way in every step, and its moment drift."""
+    """The same dice would round an element the same way in every step, and its moment would drift."""
     seeds: list[int] = []
     monkeypatch.setattr(local, "dice", lambda seed, *where: seeds.append(seed) or dice(seed, *where))
     coded = dict.fromkeys("ab", Place(lambda device: torch.arange(3, device=device), 0))
@@ -365,7 +365,7 @@ def by_torch(source: Path, out: Path, mesh: Mapping[str, int], load: bool) -> No
 
 
 def message_of(act: Callable[[], object]) -> str:
-    """Whoever refuses it, torch or we."""
+    """Return the error, the package's or torch's."""
     try:
         act()
     except BaseException as error:  # noqa: BLE001 - that of torch is no Exception
@@ -386,7 +386,7 @@ def refused_by_torch(source: Path, out: Path) -> list[str]:
 
 
 def test_through_torch_and_back(tmp_path: Path) -> None:
-    """From mesh to mesh by torch.distributed.checkpoint, and between the kinds by `meshwright convert`."""
+    """torch.distributed.checkpoint moves the state between meshes, and `meshwright convert` between the kinds."""
     source, step = directory(tmp_path / "m", "qwen3_5_moe"), "step-000001"
     worlds.run(2, by_torch, source, tmp_path, dict(fsdp=2, ep=2), False)
     ours = bytes_of(tmp_path / "ours" / step)
@@ -403,7 +403,7 @@ def test_through_torch_and_back(tmp_path: Path) -> None:
 
 
 def of_other_kinds(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """From float32 to codes and back: what each engine holds."""
+    """Resume with float32, codes and bfloat16; return the state of each engine."""
     result = {}
     for name, state in {"codes": torch.uint8, "float32": None, "bfloat16": torch.bfloat16}.items():
         engine = engine_of(source, mesh, state)
@@ -450,7 +450,7 @@ def course(source: Path, state: torch.dtype | None) -> tuple[list[float], int, i
 
 
 def test_a_run_of_100_steps(tmp_path: Path) -> None:
-    """And the bytes of memory, as `need` tells them."""
+    """Losses stay close to those of wide moments, and `need` counts the bytes of both."""
     small = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
     source = tiny.directory(tmp_path / "m", "qwen3", **{**SIZES, **small})
     [(wide, wide_bytes, wide_told)] = worlds.run(1, course, source, None)

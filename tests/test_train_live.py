@@ -55,7 +55,7 @@ def test_a_frame_holds_all_at_any_width(width: int) -> None:
 
 
 def test_a_frame_of_little() -> None:
-    """Before the first step; of a dense model on an unknown device; with a loss that is no number."""
+    """Frames before the first step; of a dense model on an unknown device; with a loss that is no number."""
     new = RunState("a run", "2 ranks: fsdp=2", 10)
     text = "\n".join(drawn(Screen(new, "no step yet, 0:00:09: load m on rank 0: 5 of 9"), 80))
     assert "step 0 of 10" in text
@@ -169,7 +169,7 @@ def test_the_first_failure_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Mapping[int, tuple[float, Exception]],
     codes: Mapping[int, tuple[int, float]], first: int, says: str, final: bool,
 ) -> None:  # fmt: skip
-    """Not a rank that fell because its peer did, whatever came first to the launcher."""
+    """A rank that fell because its peer did is not named, whatever reached the launcher first."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     (tmp_path / f"{first}.log").write_text("".join(f"line {n}\n" for n in range(10)))
     for rank, (when, error) in message.items():
@@ -318,7 +318,7 @@ def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> No
 
 
 def test_a_second_signal_leaves_at_once(at: Path, out: Path) -> None:
-    """Though a rank is stuck; and no process is left. 200 columns."""
+    """A stuck rank does not delay it, and no process is left. The terminal has 200 columns."""
     with Started(command(at, out, "mesh.fsdp=2"), 200) as run:
         run.until(lambda: "tokens/s" in run.output)
         assert COLOURS.search(run.output)

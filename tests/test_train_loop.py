@@ -135,7 +135,7 @@ def rising(at: Path, **train: Any) -> Path:
 
 
 def stopped_once(path: Path, at_step: int, *sets: str) -> str:
-    """Asked to end after a step."""
+    """Run until a signal after a step."""
     trainer = Trainer(config_file.read(path, sets))
     for _ in trainer.steps():
         if trainer.engine.steps == at_step - 1:
@@ -248,7 +248,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_logged_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads metrics.jsonl finds what it names, whenever the run is killed."""
+    """Every path in metrics.jsonl exists, whenever the run is killed."""
     message: list[tuple[int, str]] = []
     engine: Any = SimpleNamespace(saving=None, steps=0)
     feed: Any = SimpleNamespace(streams_per_step=1)

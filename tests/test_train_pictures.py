@@ -149,7 +149,7 @@ MESHES: list[tuple[str, Mapping[str, int]]] = [
 def test_losses_are_equal_on_every_mesh(
     model: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]
 ) -> None:
-    """In float64, with pictures in some streams and none in others."""
+    """Some streams have pictures, others none."""
     for at, where in (("one", {}), ("mesh", mesh)):
         (tmp_path / at).mkdir()
         runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false")

@@ -1,4 +1,5 @@
-"""Against transformers, float32, odd sizes: logits, every gradient, packed documents compared with single ones."""
+"""Comparison with transformers in float32, at odd sizes: logits, every gradient, packed documents against single
+ones."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])
 @pytest.mark.parametrize("ffn", [40, 20], ids=["F = D", "2F = D"])
 def test_experts_of_equal_sizes(tmp_path: Path, ffn: int, layout: str) -> None:
-    """Where no shape tells `[2F, D]` from its transpose, or from `down_proj`."""
+    """No shape distinguishes `[2F, D]` from its transpose, or from `down_proj`."""
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
     source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
     logits, grads, _ = worlds.run(1, ours, source)[0]

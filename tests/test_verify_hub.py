@@ -57,7 +57,7 @@ def test_the_mesh_is_looked_at_before_weights_are_fetched(requests: list[bool], 
 
 
 def test_the_index_tells_how_experts_are_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And files that a cache happens to hold are not looked at: they may be half of them."""
+    """Files in a cache are ignored: they may be half of them."""
     whole = tiny.directory(tmp_path / "hub", "qwen3_moe", layout="fused")
     from safetensors import safe_open
 

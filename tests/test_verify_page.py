@@ -237,7 +237,7 @@ def test_the_verdict_says_where_to_begin() -> None:
 
 
 def test_the_first_line_is_for_a_lead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal and on the page: the checks, the mesh, what fails, or the worst gradient and what is allowed."""
+    """Terminal and page begin with the checks, the mesh, and what fails, or the worst gradient and its bound."""
     monkeypatch.setenv("COLUMNS", "80")
     name = "model.layers.2.post_attention_layernorm.weight"
     margins = [Margin("D1", "scores", 9, 9e-10, 1e-9), Margin("G1", "gradients", 240, 1.7e-13, 1e-9, name)]

@@ -117,7 +117,7 @@ def failing(*_: object) -> None:
 def test_models_that_transformers_cannot_run_are_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], message: str
 ) -> None:
-    """Not a pass: terminal, page and JSON say what was not tried from `untried`."""
+    """Terminal, page and JSON name what was not tried, from `untried`: it is not a pass."""
     monkeypatch.setattr(transformers_oracles, name, instead)
     part = compared_with_transformers(tmp_path)
     assert (list(part.findings), list(part.oracles)) == ([], [])

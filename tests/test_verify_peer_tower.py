@@ -30,7 +30,7 @@ LAYOUTS = {"qwen3_vl_moe": 1, "qwen3_5_moe": 1}  # other spellings of the files
 
 
 def compared_with_transformers(at: Path, family: str, *, whole: bool = False) -> RunResult:
-    """In its first step alone, or in all."""
+    """Compare the first step alone, or all."""
     recipe, real = at / "recipe", session.steps_of
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(seeing.of(family)))
@@ -42,7 +42,7 @@ def compared_with_transformers(at: Path, family: str, *, whole: bool = False) ->
 
 
 def check_clean(part: RunResult, family: str) -> dict[str, int]:
-    """How many things were compared."""
+    """Return the number of comparisons of each kind."""
     assert not part.findings, part.findings[0]
     assert (part.oracles, part.ended, part.untried) == (("M1", "R1"), ["M1", "R1"], ())
     assert all(margin.worst <= margin.allowed for margin in part.margins)
@@ -78,7 +78,7 @@ def a_merger_with_tanh(patch: pytest.MonkeyPatch) -> None:
 
 
 def height_for_width(patch: pytest.MonkeyPatch) -> None:
-    """In the table of positions of the tower."""
+    """Swap both in the tower's table of positions."""
     real = ops.interpolated
 
     def turned(table_SE: torch.Tensor, these: ops.Frames, like: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def runs_of(document: list[int], places: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Where places of one kind begin and end."""
+    """Return the beginning and the end of each run of equal positions."""
     kinds = [places.index(token) if token in places else None for token in document]
     bounds = [0, *(at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]), len(kinds)]
     yield from ((a, b) for a, b in pairwise(bounds) if kinds[a] is not None)

@@ -34,7 +34,7 @@ def on_a_mesh() -> bool:
 
 
 def without_gradient_no_update(patch: Patch) -> None:
-    """Also weight decay is left out: of words and experts that no token met."""
+    """Leave out weight decay, too, for words and experts without tokens."""
     real = LocalOptimizer._update
 
     def update(self: Any, part: Any, stored: Any, grads: Any, *more: float) -> None:

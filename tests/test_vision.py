@@ -68,7 +68,7 @@ def reference_positions() -> dict[str, Tensor]:
 
 
 def misplaced() -> dict[str, int]:
-    """How many positions of each document are not those of transformers; and of all of them, packed."""
+    """Count the positions of each document, and of all of them packed, that differ from transformers'."""
     expected = {
         **{(case,): reference for case, reference in reference_positions().items()},
         APART: torch.cat([*reference_positions().values()]),
@@ -139,7 +139,7 @@ def _of_small_numbers(tower: nn.Module, kind: type[nn.Module]) -> list[Tensor]:
 
 
 def ours(source: Path) -> Outputs:
-    """Packed."""
+    """Return the outputs of the packed documents."""
     model, batch = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True), seeing.packed(DOCS)
     rows: list[Tensor] = []
     tower = model.parts[0].tower
@@ -176,7 +176,7 @@ def _pictures_first() -> Tensor:
 
 
 def shares(local: Outputs, peer: Outputs) -> dict[str, float]:
-    """How far off each is, as a share of what is allowed: above 1 it is wrong."""
+    """Return each error as a share of its bound: above 1 it is wrong."""
     out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(local.rows, peer.rows, strict=True))}
     out["norms"] = max(_off(*both) for both in zip(local.norms, peer.norms, strict=True)) / 1e-5
     logits, their_logits = local.logits.double(), peer.logits.double()
@@ -468,5 +468,4 @@ def no_picture_is_written(at: Path) -> None:
 
 
 def test_no_picture_is_written(tmp_path: Path) -> None:
-    """Nor seen by a sample."""
     worlds.run(1, no_picture_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))

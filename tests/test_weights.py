@@ -228,7 +228,7 @@ def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tp=2)], ids=trials.named)
 def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
-    """Even within one parameter of ours: gate in bfloat16, up in float32."""
+    """One parameter of ours may have two: gate in bfloat16, up in float32."""
     source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
     kinds = [torch.float32, torch.bfloat16, torch.float16]
     changed(source, lambda t: t.update({k: v.to(kinds[i % 3]) for i, (k, v) in enumerate(sorted(t.items()))}))

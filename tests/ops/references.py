@@ -41,7 +41,7 @@ def compare(op, reference, inputs, tolerance=1e-10):
 
 
 def smoke(op, inputs, dtype, tolerance):
-    """In a lower precision: the dtype is kept, all is finite, and near to float64 of the same rounded numbers."""
+    """A lower precision keeps the dtype and finite values, and is near float64 of the same rounded numbers."""
     low = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
     got = differentiate(op, low)
     assert all(torch.isfinite(x).all() for x in got)

@@ -129,7 +129,7 @@ def test_one_document_over_all_parts_of_many_chunks():
 
 
 def test_a_state_ends_with_its_document():
-    """Even one that is not finite, if the part in which it ends begins another."""
+    """A non-finite state ends too, if its last part begins another document."""
     docs, streams = documents([5, 7], "cpu"), [x.detach() for x in inputs(12)]
     before = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
     for x in streams[:3]:

@@ -22,7 +22,7 @@ def test_positions_restart_and_bounds_agree(lengths):
 @quick
 @given(ragged, st.data())
 def test_documents_that_reach_into_a_part(lengths, data):
-    """From the beginning of the first of them to the end of the part."""
+    """The part reaches from the beginning of its first document."""
     docs, total = documents(lengths, "cpu", padded=20), sum(lengths)
     first = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(first + 1, total))

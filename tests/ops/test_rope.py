@@ -72,7 +72,7 @@ def test_text_tokens_carry_one_number_three_times():
 
 
 def turns_over_context(scaling, rotary, r):
-    """How often frequency r, which need not be whole, turns over the context before scaling."""
+    """Return how often frequency r turns over the context before scaling; r need not be whole."""
     return scaling.context * rotary.theta ** (-2 * r / rotary.dim) / (2 * math.pi)
 
 
@@ -86,7 +86,7 @@ def where_it_turns(scaling, rotary, turns):
 
 
 def scaled_share(rotary, r):
-    """How much of frequency r is divided by the factor."""
+    """Return the share of frequency r that is divided by the factor."""
     scaling = rotary.scaling
     if isinstance(scaling, LinearScaling):
         return 1.0

@@ -111,7 +111,7 @@ def stored_ids(param: Param, axes: Axes, at: dict[str, int]) -> torch.Tensor:
 
 
 def num_holders(param: Param, axes: Axes) -> int:
-    """How many ranks of a stage hold each element."""
+    """Count the ranks of a stage that hold each element."""
     if is_expert(param):
         return axes.replicate
     tp_splits = any(is_split(dim, size, axes) for dim, size in param.dims.items())

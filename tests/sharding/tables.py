@@ -18,7 +18,7 @@ def table_of(name: str, head: str = "lm") -> Table:
 
 
 def spec_of(table: Table, pp: int) -> ShardingSpec:
-    """With stages of equally many layers, and more layers where they are too few for so many stages."""
+    """Cut stages of equal length, and add layers where they are too few."""
     own = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
     more = {f"more.{i}": Param({"embed": 3}, {}, (), name=f"more.{i}", layer=i) for i in range(own, max(own, pp, 1))}
     num, whole = max(own, pp, 1), Table({**table.params, **more}, table.carried)

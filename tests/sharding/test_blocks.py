@@ -162,7 +162,7 @@ def test_matrices_are_what_the_files_mean(case):
 
 
 def test_the_delta_net_is_not_a_plain_copy():
-    """If q, k and v were taken in the order of the file, heads would be mixed silently."""
+    """q, k and v in the order of the file would mix heads silently."""
     result, source = matrices(("qwen3_5", "lm", {}))
     assert not torch.equal(result["layers.0.mixer.qkv.weight"], source["model.layers.0.linear_attn.in_proj_qkv.weight"])
 

@@ -116,7 +116,7 @@ def tilings(draw, min_ndim=0):
 
 
 def covered(shape, made):
-    """How many boxes hold each element; None where one sticks out."""
+    """Count the boxes that hold each element. Return None where one sticks out."""
     counts = dict.fromkeys(np.ndindex(shape), 0)
     for box in made:
         for at in elements(box):

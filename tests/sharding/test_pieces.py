@@ -176,7 +176,7 @@ def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
     "pipeline", [Pipeline(), Pipeline(stages=2), Pipeline("v")], ids=lambda p: f"{p.schedule}{p.stages}"
 )
 def test_a_layer_is_on_one_rank(name, pipeline):
-    """Whatever stages are made of it, and all ranks hold some layers."""
+    """Every cut into stages gives all ranks some layers."""
     table = describe({**ODD[name], "num_hidden_layers": 8, "layer_types": None}, "model.", "lm")[1]
     for pp in (1, 2, 3, 4):
         spec, axes = ShardingSpec(table, Rules(), recipe=Recipe(pipeline=pipeline)), Axes(pp=pp)

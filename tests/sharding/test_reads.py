@@ -174,8 +174,7 @@ EVERY = [(name, choice) for name in TINY for choice in choices_of(table_of(name)
 @pytest.mark.parametrize("staged", [4 << 20, 97], ids=["at once", "in parts"])
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join([case[0], *case[1].values()]))
 def test_every_rank_reads_its_pieces(case, staged, tmp_path, monkeypatch):
-    """From files to stored shards on a mesh with uneven and empty pieces: each owned byte once, and what lies between
-    short strips."""
+    """Ranks of a mesh with uneven and empty pieces read each owned byte once, and the bytes between short strips."""
     monkeypatch.setattr(load, "_STAGED_ELEMENTS", staged)
     table, choice, axes = table_of(case[0]), case[1], Axes(fsdp=3, cp=2, tp=2, ep=2)
     numbers = source_of(table, choice)
