@@ -30,17 +30,10 @@ def _of(kind: str, text: dict[str, Any], **tower: Any) -> dict[str, Any]:
 
 
 ODD: dict[str, dict[str, Any]] = {
-    "qwen3_vl": _of(
-        "qwen3_vl",
-        {**tiny.ODD["qwen3"], "model_type": "qwen3_vl_text", "head_dim": 12, "num_hidden_layers": 3,
-         "rope_parameters": _VL_ROPE},
-        deepstack_visual_indexes=[0, 2],
-    ),
-    "qwen3_vl_moe": _of(
-        "qwen3_vl_moe",
-        {**tiny.ODD["qwen3_moe"], "model_type": "qwen3_vl_moe_text", "head_dim": 12, "rope_parameters": _VL_ROPE},
-        deepstack_visual_indexes=[0, 2],
-    ),
+    "qwen3_vl": _of("qwen3_vl", {**tiny.ODD["qwen3"], "model_type": "qwen3_vl_text", "head_dim": 12,
+        "num_hidden_layers": 3, "rope_parameters": _VL_ROPE}, deepstack_visual_indexes=[0, 2]),
+    "qwen3_vl_moe": _of("qwen3_vl_moe", {**tiny.ODD["qwen3_moe"], "model_type": "qwen3_vl_moe_text", "head_dim": 12,
+        "rope_parameters": _VL_ROPE}, deepstack_visual_indexes=[0, 2]),
     "qwen3_5": _of("qwen3_5", {**tiny.ODD["qwen3_5"], "head_dim": 24, "rope_parameters": _ROPE}),
     "qwen3_5_moe": _of("qwen3_5_moe", {**tiny.ODD["qwen3_5_moe"], "head_dim": 24, "rope_parameters": _ROPE}),
 }  # fmt: skip

@@ -155,14 +155,10 @@ def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
         {"prompt": "U0", "completion": "A1"},
         {"prompt": [{"role": "user", "content": "U0"}], "completion": [{"role": "assistant", "content": "A1"}]},
         {"instruction": "U0", "input": "", "output": "A1"},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "U0"}]},
-                {"role": "model", "content": "A1"},
-            ]
-        },
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "U0"}]},
+            {"role": "model", "content": "A1"}]},
     ],
-)
+)  # fmt: skip
 def test_layouts_of_others(row: dict[str, Any]) -> None:
     result = conversation(row)
     assert [(m["role"], m["content"]) for m in result.messages] == [("user", "U0"), ("assistant", "A1")]

@@ -153,27 +153,18 @@ def tensor_at(step: Path) -> None:
 
 Change = Callable[[Path], object]
 BROKEN: dict[str, tuple[Change, str]] = {
-    "a file is missing": (
-        lambda at: (at / "exp_avg" / "model.safetensors").unlink(), words(r"exp_avg/model\.safetensors", "No such file")
-    ),
-    "a file is short": (
-        lambda at: os.truncate(at / "master" / "model.safetensors", 999),
-        words(r"master/model\.safetensors", "999 bytes"),
-    ),
-    "a list of runs is missing": (
-        lambda at: (at / "runs" / "00001.json").unlink(), words(r"runs/00001\.json", "missing")
-    ),
-    "the manifest of another step": (
-        lambda at: shutil.copy(at.parent / "step-000001" / "meshwright.json", at), words("step-000002", "runs|bytes")
-    ),
-    "a list of another step": (
-        lambda at: shutil.copy(at.parent / "step-000001" / "runs" / "00000.json", at / "runs"),
-        words("00000", "checksum"),
-    ),
-    "data of another step": (
-        lambda at: shutil.copy(at.parent / "step-000001" / "master" / "model.safetensors", at / "master"),
-        words(r"master/model\.safetensors", "checksum"),
-    ),
+    "a file is missing": (lambda at: (at / "exp_avg" / "model.safetensors").unlink(),
+        words(r"exp_avg/model\.safetensors", "No such file")),
+    "a file is short": (lambda at: os.truncate(at / "master" / "model.safetensors", 999),
+        words(r"master/model\.safetensors", "999 bytes")),
+    "a list of runs is missing": (lambda at: (at / "runs" / "00001.json").unlink(),
+        words(r"runs/00001\.json", "missing")),
+    "the manifest of another step": (lambda at: shutil.copy(at.parent / "step-000001" / "meshwright.json", at),
+        words("step-000002", "runs|bytes")),
+    "a list of another step": (lambda at: shutil.copy(at.parent / "step-000001" / "runs" / "00000.json", at / "runs"),
+        words("00000", "checksum")),
+    "data of another step": (lambda at: shutil.copy(at.parent / "step-000001" / "master" / "model.safetensors",
+        at / "master"), words(r"master/model\.safetensors", "checksum")),
     "the config is another": (
         lambda at: (at / "config.json").write_text((at / "config.json").read_text().replace("qwen3", "qwen2")),
         words(r"config\.json", "checksum"),
@@ -264,10 +255,8 @@ REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
     "keep=0": (lambda engine, at: mw.save(engine, at, keep=0), words("keep=0", "above 0")),
     "keep_every alone": (lambda engine, at: mw.save(engine, at, keep_every=5), words("keep_every=5", "keep=")),
     "a file in the way": (lambda engine, at: at.write_text("") or mw.save(engine, at), words("is a file")),
-    "something else in the way": (
-        lambda engine, at: (at / "step-000000").mkdir(parents=True) or mw.save(engine, at),
-        words("not a checkpoint", "move"),
-    ),
+    "something else in the way": (lambda engine, at: (at / "step-000000").mkdir(parents=True) or mw.save(engine, at),
+        words("not a checkpoint", "move")),
     "nothing to resume": (mw.resume, words("not a directory", "give a checkpoint")),
     "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no complete checkpoint")),
 }  # fmt: skip

@@ -79,15 +79,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fields too few": (dict(fields={"gain": []}), r"fields\['gain'\]: 0 lists for 1 document;"),
     "a mask of numbers": (dict(trained=[[0, 2, 1, 1]]), "trained must be True or False"),
     "a length in the place of labels": (dict(labels=8), "labels=8.*length=8"),
-    "log-probabilities one too short": (
-        dict(fields={"old": [[-1.0, -0.2, -3.0]]}),
-        r"\['old'\].*3 values for 4 tokens",
-    ),
+    "log-probabilities one too short": (dict(fields={"old": [[-1.0, -0.2, -3.0]]}),
+        r"\['old'\].*3 values for 4 tokens"),
     "one too short over tokens": (dict(fields={"old": mw.over_tokens([[1.0]])}), r"\['old'\].*1 value for 4 tokens"),
     "labels of fractions": (dict(labels=mw.over_tokens([[0.5] * 4])), "labels must be whole numbers"),
     "a field with the name of the labels": (dict(fields={"labels": MASK}), "field cannot be named 'labels'.*another"),
     "a field with the name of the tokens": (dict(fields={"tokens": MASK}), "field cannot be named 'tokens'.*another"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "pattern"), REFUSED.values(), ids=REFUSED.keys())

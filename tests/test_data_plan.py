@@ -195,15 +195,11 @@ def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
 SEED = {"seed": 6}
 PLANTS = {
     "one permutation for all": ("permuted", _one_order, lambda: test_another_seed_or_length_is_another_plan(SEED)),
-    "streams not permuted": (
-        "permuted",
-        lambda places, size, *key: places if "window" in key else permuted(places, size, *key),
-        test_streams_of_a_window_are_mixed,
-    ),
+    "streams not permuted": ("permuted", lambda places, size, *key: places if "window" in key else permuted(places,
+        size, *key), test_streams_of_a_window_are_mixed),
     "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
-    "the last stream dropped": (
-        "best_fit", lambda sizes, room: best_fit(sizes, room)[:-1], test_every_document_once_an_epoch
-    ),
+    "the last stream dropped": ("best_fit", lambda sizes, room: best_fit(sizes, room)[:-1],
+        test_every_document_once_an_epoch),
 }  # fmt: skip
 
 

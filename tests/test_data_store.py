@@ -277,19 +277,14 @@ def test_texts_and_ready_tokens() -> None:
 _lines = row_files._lines
 Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
 PLANTS: dict[str, tuple[object, str, object, Test]] = {
-    "empty lines are not counted": (
-        token_cache, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
-        lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
-    ),
-    "a line at a border is left out": (
-        row_files, "_lines",
-        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start),
-        lambda at, patch, _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch),
-    ),
-    "only size and time are looked at": (
-        token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
-        lambda at, *_: test_a_file_that_changed_is_read_again(at),
-    ),
+    "empty lines are not counted": (token_cache, "places_of", lambda file,
+        ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats}, lambda at, _,
+        caplog: test_each_bad_row_is_named_by_its_line(at, caplog)),
+    "a line at a border is left out": (row_files, "_lines",
+        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start), lambda at, patch,
+        _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch)),
+    "only size and time are looked at": (token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
+        lambda at, *_: test_a_file_that_changed_is_read_again(at)),
 }  # fmt: skip
 
 

@@ -82,14 +82,12 @@ KEPT: dict[str, tuple[Change, str]] = {
     "a hidden file": (of_another(".gitignore"), r"holds \.gitignore"),
     "a folder": (lambda out: (out / "runs").mkdir(), r"holds runs"),
     "a file in a folder": (of_another("additional_chat_templates/own.jinja"), r"holds additional_\w+/own\.jinja"),
-    "a link": (
-        lambda out: (out / "tokenizer.json").unlink() or (out / "tokenizer.json").symlink_to("config.json"),
-        r"holds tokenizer\.json",
-    ),
+    "a link": (lambda out: (out / "tokenizer.json").unlink() or (out / "tokenizer.json").symlink_to("config.json"),
+        r"holds tokenizer\.json"),
     "no config.json": (lambda out: (out / "config.json").unlink(), words("not a model directory", r"config\.json")),
     "no weights": (lambda out: (out / "model.safetensors").unlink(), words("not a model directory", "safetensors")),
     "a file": (lambda out: shutil.rmtree(out) or out.write_text("precious"), words(r"/out\b", "not a directory")),
-}
+}  # fmt: skip
 
 
 def both_refuse(source: Path, out: Path) -> tuple[str, str]:

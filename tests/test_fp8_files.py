@@ -186,14 +186,11 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], 
     "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
     "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
     "a bad block": (lambda c, f: c["quantization_config"].update(weight_block_size=[128]), "rows and columns"),
-    "no groups": (
-        lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors", config_groups={"a": "x"}),
-        "None bits"),
-    "four bits": (
-        lambda c, f: c["quantization_config"].update(
-            quant_method="compressed-tensors", format="nvfp4-pack-quantized",
-            config_groups={"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"}}},
-        ), "4 bits of 'float'"),
+    "no groups": (lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors",
+        config_groups={"a": "x"}), "None bits"),
+    "four bits": (lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors",
+        format="nvfp4-pack-quantized", config_groups={"a": {"weights": {"num_bits": 4, "type": "float",
+        "strategy": "tensor_group"}}}), "4 bits of 'float'"),
 }  # fmt: skip
 
 

@@ -29,48 +29,31 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "vision": (dict(model_type="qwen2_5_vl"), r"model_type='qwen2_5_vl'"),
     "model_type of a list": (dict(model_type=["qwen3"]), r"model_type=\['qwen3'\]"),
     "layer types of lists": (dict(layer_types=[["full_attention"]] * 2), r"layer_types=.*\bstr\b"),
-    "dense layers of lists": (
-        dict(model_type="qwen3_moe", mlp_only_layers=[[1]], num_experts=8, num_experts_per_tok=2,
-             moe_intermediate_size=8), r"mlp_only_layers=\[\[1\]\].*\bint\b",
-    ),
-    "endless experts": (
-        dict(model_type="qwen3_moe", num_experts=4096, num_experts_per_tok=2, moe_intermediate_size=8,
-             num_hidden_layers=1024), words(r"\b1024 layers\b", r"\b4096 experts\b", r"\b65536\b"),
-    ),
+    "dense layers of lists": (dict(model_type="qwen3_moe", mlp_only_layers=[[1]], num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=8), r"mlp_only_layers=\[\[1\]\].*\bint\b"),
+    "endless experts": (dict(model_type="qwen3_moe", num_experts=4096, num_experts_per_tok=2, moe_intermediate_size=8,
+        num_hidden_layers=1024), words(r"\b1024 layers\b", r"\b4096 experts\b", r"\b65536\b")),
     "epsilon beyond floats": (b'{"model_type":"qwen3","num_attention_heads":4,"num_key_value_heads":2,'
                               b'"vocab_size":5,"hidden_size":8,'
                               b'"rms_norm_eps":1' + b"0" * 400 + b"}", r"rms_norm_eps=1000.*\bfloat\b"),
     "sizes beyond tensors": (dict(vocab_size=2**31 - 1, hidden_size=2**31 - 1), r"\b2147483647\b"),
-    "all of each head twice": (
-        dict(model_type="qwen3_5_text", partial_rotary_factor=2.0, linear_num_key_heads=2, linear_num_value_heads=4,
-             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor=2\.0",
-    ),
-    "rotated by a string": (
-        dict(model_type="qwen3_5_text", partial_rotary_factor="x", linear_num_key_heads=2, linear_num_value_heads=4,
-             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x'.*\bfloat\b",
-    ),
-    "tied and not tied": (
-        dict(model_type="qwen3_5", tie_word_embeddings=False, text_config={"tie_word_embeddings": True}),
-        words("tie_word_embeddings", r"\bfalse\b", r"\btrue\b.*\btext_config"),
-    ),
+    "all of each head twice": (dict(model_type="qwen3_5_text", partial_rotary_factor=2.0, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor=2\.0"),
+    "rotated by a string": (dict(model_type="qwen3_5_text", partial_rotary_factor="x", linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8),
+        r"partial_rotary_factor='x'.*\bfloat\b"),
+    "tied and not tied": (dict(model_type="qwen3_5", tie_word_embeddings=False,
+        text_config={"tie_word_embeddings": True}),
+        words("tie_word_embeddings", r"\bfalse\b", r"\btrue\b.*\btext_config")),
     "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\]"),
-    "rope of each kind of layer": (
-        dict(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
-        words("'full_attention'", "rope_parameters", "rope_type.*rope_theta"),
-    ),
+    "rope of each kind of layer": (dict(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0,
+        "rope_theta": 1e6}}), words("'full_attention'", "rope_parameters", "rope_type.*rope_theta")),
     "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn'"),
     "layer types of a number": (dict(layer_types=5), r"layer_types=5\b.*\blist\b"),
-    "router logits as text": (
-        dict(
-            model_type="qwen3_moe", output_router_logits="false", num_experts=8, num_experts_per_tok=2,
-            moe_intermediate_size=8,
-        ),
-        r"output_router_logits='false'.*\bbool\b",
-    ),
-    "dense layers of a number": (
-        dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8),
-        r"mlp_only_layers=1\b.*\blist\b",
-    ),
+    "router logits as text": (dict(model_type="qwen3_moe", output_router_logits="false", num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=8), r"output_router_logits='false'.*\bbool\b"),
+    "dense layers of a number": (dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=8), r"mlp_only_layers=1\b.*\blist\b"),
     "width of a string": (dict(hidden_size="36"), r"hidden_size='36'.*\bint\b"),
     "width of a float": (dict(hidden_size=36.0), r"hidden_size=36\.0.*\bint\b"),
     "width of a bool": (dict(hidden_size=True), r"hidden_size=True\b.*\bint\b"),
@@ -185,35 +168,27 @@ KEYS: dict[str, tuple[str, Callable[[Tensors], object], type[mw.LoadError], str]
     "empty": ("qwen3", lambda t: t.update({NORM: torch.zeros(0)}), mw.MismatchedKey, r"norm\.weight\b.*\(0,\)"),
     "another prefix": ("qwen3", lambda t: t.update({"embed_tokens.weight": t.pop(EMBED)}), mw.LoadError, r"embed"),
     "no head": ("qwen3", drop("lm_head"), mw.MissingKey, r"\blm_head\.weight"),
-    "head of a tied model, misshapen": (
-        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(5, 36)}), mw.MismatchedKey, r"lm_head\.weight",
-    ),
-    "head of a tied model, integers": (
-        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(131, 36).int()}), mw.MismatchedKey, r"I32",
-    ),
+    "head of a tied model, misshapen": ("qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(5, 36)}),
+        mw.MismatchedKey, r"lm_head\.weight"),
+    "head of a tied model, integers": ("qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(131, 36).int()}),
+        mw.MismatchedKey, r"I32"),
     "no embedding under a tie": ("qwen3_tied", drop("embed_tokens"), mw.MissingKey, r"embed_tokens"),
     "experts twice": ("qwen3_moe", fused(half=False), mw.LoadError, words(r"\bexperts\b", "per-expert, fused")),
     "experts and half of the other layout": ("qwen3_moe", fused(half=True), mw.UnknownKey, r"experts\.gate_up_proj"),
-    "half of each layout": (
-        "qwen3_moe", lambda t: (fused(half=True)(t), drop("up_proj.weight")(t), drop("gate_proj.weight")(t)),
-        mw.MissingKey, r"\blayouts?\b",
-    ),
+    "half of each layout": ("qwen3_moe", lambda t: (fused(half=True)(t), drop("up_proj.weight")(t),
+        drop("gate_proj.weight")(t)), mw.MissingKey, r"\blayouts?\b"),
     "no experts": ("qwen3_moe", drop(".experts."), mw.MissingKey, r"\bexperts\."),
     "one expert lost": ("qwen3_moe", drop(EXPERT + "7.down"), mw.MissingKey, words(r"experts\.7\.down", r"\b1 of \d+")),
-    "one expert too many": (
-        "qwen3_moe", lambda t: t.update({EXPERT + "8.up_proj.weight": torch.zeros(20, 36)}), mw.UnknownKey, r"ts\.8",
-    ),
-    "one expert transposed": (
-        "qwen3_moe", lambda t: t.update({EXPERT + "3.up_proj.weight": torch.zeros(36, 20)}), mw.MismatchedKey, r"s\.3",
-    ),
+    "one expert too many": ("qwen3_moe", lambda t: t.update({EXPERT + "8.up_proj.weight": torch.zeros(20, 36)}),
+        mw.UnknownKey, r"ts\.8"),
+    "one expert transposed": ("qwen3_moe", lambda t: t.update({EXPERT + "3.up_proj.weight": torch.zeros(36, 20)}),
+        mw.MismatchedKey, r"s\.3"),
     "no router": ("qwen3_moe", drop("mlp.gate.weight"), mw.MissingKey, r"mlp\.gate\.weight"),
     "no A_log": ("qwen3_5", drop("A_log"), mw.MissingKey, r"A_log"),
-    "conv1d squeezed": (
-        "qwen3_5", lambda t: t.update({k: v.squeeze() for k, v in t.items() if "conv" in k}), mw.MismatchedKey, r"conv",
-    ),
-    "both prefixes": (
-        "qwen3_5", lambda t: t.update({"model.language_model.a": torch.ones(36)}), mw.UnknownKey, r"language_model",
-    ),
+    "conv1d squeezed": ("qwen3_5", lambda t: t.update({k: v.squeeze() for k, v in t.items() if "conv" in k}),
+        mw.MismatchedKey, r"conv"),
+    "both prefixes": ("qwen3_5", lambda t: t.update({"model.language_model.a": torch.ones(36)}), mw.UnknownKey,
+        r"language_model"),
 }  # fmt: skip
 
 

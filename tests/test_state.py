@@ -77,72 +77,39 @@ def _only_norms_none(engine: mw.Engine) -> None:
 ALONE, TP, FSDP = dict[str, int](), dict(tp=2), dict(fsdp=2)
 TWO = dict(replicate=2)
 REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
-    "another engine's": (
-        FSDP,
-        _second_takes_over,
-        words("^StateError", r"update\(\)", "step 0", "another engine|other engine", r"backward\("),
-    ),
-    "discarded by another": (
-        ALONE,
-        _late(lambda e: _another(e).discard()),
-        words("^StateError(?!.*other engine)", r"update\(\)", "step 0", r"backward\("),
-    ),
-    "zeroed": (
-        ALONE,
-        _late(lambda e: [part.zero_grad() for part in e.model.parts]),
-        words("^StateError", r"embed\.weight", "gradient", r"(\d+) of \1 parameters"),
-    ),
-    "some lost": (
-        FSDP,
-        _late(_only_norms_none),
-        words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient", r"(\d+) of (?!\1)\d+ parameters"),
-    ),
+    "another engine's": (FSDP, _second_takes_over, words("^StateError", r"update\(\)", "step 0",
+        "another engine|other engine", r"backward\(")),
+    "discarded by another": (ALONE, _late(lambda e: _another(e).discard()),
+        words("^StateError(?!.*other engine)", r"update\(\)", "step 0", r"backward\(")),
+    "zeroed": (ALONE, _late(lambda e: [part.zero_grad() for part in e.model.parts]),
+        words("^StateError", r"embed\.weight", "gradient", r"(\d+) of \1 parameters")),
+    "some lost": (FSDP, _late(_only_norms_none), words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient",
+        r"(\d+) of (?!\1)\d+ parameters")),
     "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"^ConfigError: .*max_norm=-1\.0"),
     "max_norm of nan": (ALONE, _early(lambda e: _set(e, max_norm=float("nan"))), r"^ConfigError: .*max_norm=nan\b"),
     "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"^ConfigError: .*max_norm='1'"),
-    "lr of two numbers": (
-        ALONE,
-        _early(lambda e: _set(e, lr=lambda step: torch.ones(2))),
-        words("^ConfigError", r"\blr\b", "step 0", r"tensor\(\[1\., 1\.\]\)"),
-    ),
+    "lr of two numbers": (ALONE, _early(lambda e: _set(e, lr=lambda step: torch.ones(2))),
+        words("^ConfigError", r"\blr\b", "step 0", r"tensor\(\[1\., 1\.\]\)")),
     "lr of nothing": (ALONE, _early(lambda e: _set(e, lr=None)), words("^ConfigError", r"\blr\b", "step 0", "None")),
-    "a complex loss": (
-        ALONE,
-        _early(lambda e: _set(e, loss=lambda s, f: -s["logprobs"] * 1j)),
-        words("^DataError", r"\bloss\b", r"torch\.complex\d+", "floating"),
-    ),
-    "deepcopy": (
-        ALONE,
-        lambda e: copy.deepcopy(e.model),
-        words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)"),
-    ),
+    "a complex loss": (ALONE, _early(lambda e: _set(e, loss=lambda s, f: -s["logprobs"] * 1j)),
+        words("^DataError", r"\bloss\b", r"torch\.complex\d+", "floating")),
+    "deepcopy": (ALONE, lambda e: copy.deepcopy(e.model),
+        words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
     "pickle": (ALONE, lambda e: pickle.dumps(e.model), words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
-    "an engine as a model": (
-        ALONE,
-        lambda e: mw.logprobs(e, mine(e)[0]),
-        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
-    ),
-    "an engine of an engine": (
-        ALONE,
-        lambda e: mw.Engine(e, lr=1.0),
-        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
-    ),
+    "an engine as a model": (ALONE, lambda e: mw.logprobs(e, mine(e)[0]),
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
+    "an engine of an engine": (ALONE, lambda e: mw.Engine(e, lr=1.0),
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
     "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"^ConfigError: .*\bloss=None"),
-    "one beta": (
-        ALONE,
-        lambda e: mw.Engine(e.model, lr=1.0, optimizer=mw.AdamW(betas=0.9)),
-        r"^ConfigError: .*betas=0\.9\b",
-    ),
-    "entropy": (
-        ALONE,
-        lambda e: mw.Engine(e.model, lr=1.0, entropy="no"),
-        words("^ConfigError", "entropy='no'", "True", "False"),
-    ),
+    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, optimizer=mw.AdamW(betas=0.9)),
+        r"^ConfigError: .*betas=0\.9\b"),
+    "entropy": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, entropy="no"), words("^ConfigError", "entropy='no'", "True",
+        "False")),
     "source": (ALONE, lambda e: mw.load(None), words("^LoadError", "None", "Hugging Face", "directory")),
     "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"^ConfigError: .*train=None"),
     "target": (ALONE, lambda e: mw.export(e.model, None), words("^ExportError", "None", "directory")),
     "fields": (ALONE, lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]), words("^DataError", r"\bfields\b", "dict")),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

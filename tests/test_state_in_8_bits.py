@@ -36,10 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "qwen3_tied": SIZES,
     "qwen3_moe": {**SIZES, "moe_intermediate_size": 272, "mlp_only_layers": [1]},
-    "qwen3_5_moe": {
-        **tiny.in_blocks("qwen3_5_moe"), "hidden_size": 304, "shared_expert_intermediate_size": 512,
-        "moe_intermediate_size": 256, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_5_moe": {**tiny.in_blocks("qwen3_5_moe"), "hidden_size": 304, "shared_expert_intermediate_size": 512,
+        "moe_intermediate_size": 256, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
 Whole = dict[str, list[Tensor]]
 

@@ -98,11 +98,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one more than the row has": (row("<image><image>which?", images=["a.png"]), "shows one more image"),
     "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
     "a mark of the model": (row("what is <|image_pad|>?"), "message 0 of the user holds the special token"),
-    "of the assistant": (
-        {"messages": [{"role": "user", "content": "draw"},
-                      {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-        "the assistant shows pictures",
-    ),
+    "of the assistant": ({"messages": [{"role": "user", "content": "draw"},
+        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}, "the assistant shows pictures"),
     "bytes": (row([{"type": "image", "image": {"bytes": "..."}}]), "not a path"),
     "a sound": (row([{"type": "audio", "audio": "a.wav"}]), "holds 'audio'"),
 }  # fmt: skip

@@ -210,37 +210,25 @@ TRUNCATED, BIAS = torch.zeros(2, 36), torch.zeros(3)
 SEQUENCE = dict(architectures=["Qwen3ForSequenceClassification"])
 NO_SCORE = words(r"\bno score\.weight\b", r"head\.weight \([23], 36\)", r"\bfetch\b")
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = {
-    "a label too few": (
-        "value", {}, dict(score_weight=TRUNCATED),
-        words(r"model\.safetensors", r"score\.weight.*\(2, 36\)", r"head\.weight.*\(3, 36\).*label=3, embed=36"),
-    ),
-    "bias of other labels": (
-        "value", {}, dict(score_bias=torch.zeros(2)), words(r"score\.bias.*\(2,\)", r"head\.bias.*\(3,\).*label=3"),
-    ),
+    "a label too few": ("value", {}, dict(score_weight=TRUNCATED),
+        words(r"model\.safetensors", r"score\.weight.*\(2, 36\)", r"head\.weight.*\(3, 36\).*label=3, embed=36")),
+    "bias of other labels": ("value", {}, dict(score_bias=torch.zeros(2)),
+        words(r"score\.bias.*\(2,\)", r"head\.bias.*\(3,\).*label=3")),
     "labels not stated: a classifier has two": ("value", dict(id2label=None), {}, r"\(3, 36\).*\(2, 36\)"),
-    "labels not stated: a critic has one": (
-        "value", dict(id2label=None, architectures=["Qwen3ForCausalLM"]), {}, r"\(3, 36\).*\(1, 36\)",
-    ),
+    "labels not stated: a critic has one": ("value", dict(id2label=None, architectures=["Qwen3ForCausalLM"]), {},
+        r"\(3, 36\).*\(1, 36\)"),
     "no score of a token classifier": ("value", {}, dict(score_weight=None), NO_SCORE),
-    "no score of a sequence classifier": (
-        "value", SEQUENCE, dict(score_weight=None, score_bias=None), NO_SCORE,
-    ),
-    "bias alone in a language model": (
-        "value", dict(architectures=["Qwen3ForCausalLM"]), dict(score_weight=None),
-        NO_SCORE,
-    ),
-    "no bias of a token classifier": (
-        "value", {}, dict(score_bias=None), words(r"\bno score\.bias\b", r"head\.bias \(3,\)", r"\bfetch\b"),
-    ),
-    "two numbers of labels": (
-        "value", dict(num_labels=2), {}, words(r"config\.json", "num_labels=2", r"id2label\b.*\b3\b"),
-    ),
+    "no score of a sequence classifier": ("value", SEQUENCE, dict(score_weight=None, score_bias=None), NO_SCORE),
+    "bias alone in a language model": ("value", dict(architectures=["Qwen3ForCausalLM"]), dict(score_weight=None),
+        NO_SCORE),
+    "no bias of a token classifier": ("value", {}, dict(score_bias=None),
+        words(r"\bno score\.bias\b", r"head\.bias \(3,\)", r"\bfetch\b")),
+    "two numbers of labels": ("value", dict(num_labels=2), {},
+        words(r"config\.json", "num_labels=2", r"id2label\b.*\b3\b")),
     "labels in words": ("value", dict(id2label=None, num_labels="3"), {}, words("num_labels='3'", r"\bint\b")),
     "labels in a list": ("value", dict(id2label=["a", "b", "c"]), {}, r"id2label=\['a', 'b', 'c'\]"),
     "no labels": ("value", dict(id2label={}, num_labels=0), {}, words(r"num_labels=0\b", r"at least 1\b")),
-    "language model of a classifier": (
-        "lm", {}, {}, words(r"score\.weight", "language model", 'head="value"'),
-    ),
+    "language model of a classifier": ("lm", {}, {}, words(r"score\.weight", "language model", 'head="value"')),
     "another key": ("none", {}, {"score_0.weight": TRUNCATED}, words(r"score\.0\.weight", r"\bno parameter")),
 }  # fmt: skip
 

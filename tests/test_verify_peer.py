@@ -65,29 +65,17 @@ def one_added_in_bfloat16_in_backward(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
-    "rotated the other way": (
-        rotated_the_other_way,
-        "tiny-qwen3",
-        r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches",
-    ),
+    "rotated the other way": (rotated_the_other_way, "tiny-qwen3",
+        r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches"),
     "positions rounded": (positions_rounded, "tiny-qwen3", "M1 RoPE: .*, in a long document"),
-    "the aux loss is not averaged": (
-        aux_loss_not_averaged,
-        "tiny-qwen3-moe",
-        "M1 router's aux loss: .*2 micro-batches are summed",
-    ),
-    "half of it flows back through norms": (
-        half_back_through_norms,
-        "tiny-qwen3",
-        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and this key",
-    ),
-    "1 + w in bfloat16, in backward": (
-        one_added_in_bfloat16_in_backward,
-        "tiny-qwen3.5",
-        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*",
-    ),
+    "the aux loss is not averaged": (aux_loss_not_averaged, "tiny-qwen3-moe",
+        "M1 router's aux loss: .*2 micro-batches are summed"),
+    "half of it flows back through norms": (half_back_through_norms, "tiny-qwen3",
+        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and this key"),
+    "1 + w in bfloat16, in backward": (one_added_in_bfloat16_in_backward, "tiny-qwen3.5",
+        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*"),
     "1 + w in bfloat16": (one_added_in_bfloat16, "tiny-qwen3.5", r"R1 \S*norm: in bfloat16 its (outputs|scales) .*"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", parts.every(2, PLANTS))

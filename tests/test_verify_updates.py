@@ -122,16 +122,14 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "the last update is too large": (last_update_too_large, "U1 lm_head.weight: .*4716 of 4716"),
     "it is not finite in the end": (not_finite_in_the_end, "U1 embed.weight: .*not finite after step 2$"),
     "the norm is of rounded gradients": (norm_of_rounded_gradients, "N1 norm: "),
-    "an earlier copy is handed out": (
-        first_copy_handed_out,
-        r"U1 lm_head.weight: (?!.* of \d).*\bstream\b.*\bexport\b",
-    ),
+    "an earlier copy is handed out": (first_copy_handed_out,
+        r"U1 lm_head.weight: (?!.* of \d).*\bstream\b.*\bexport\b"),
     "evaluate": (evaluated_twice, "S1 evaluate: "),
     "logits": (logits_of_other_words, r"D1 logits: .*\blog-?prob"),
     "weights of tokens are only counted": (weights_only_counted, "S1 loss: "),
     "the state is lost after 64 tokens": (state_lost(64), "D1 layers.0.mixer: "),
     "the state is lost in a long document": (state_lost(128), "D1 layers.0.mixer: "),
-}
+}  # fmt: skip
 
 
 MESHES = {trials.named(mesh): mesh for mesh in (dict(replicate=2), dict(fsdp=2, tp=2, ep=2))}

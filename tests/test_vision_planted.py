@@ -137,25 +137,20 @@ RANKS: dict[str, OnRanks] = {
     "frames shared otherwise": OnRanks(vision_plants.frames_shared_otherwise, TP, FORWARD),
     "rows at other places": OnRanks(vision_plants.rows_at_other_places, TP, FORWARD),
     "pictures see each other": OnRanks(vision_plants.frames_see_each_other, TP, FORWARD),
-    "shares of gradients not summed": OnRanks(
-        vision_plants.shares_not_summed, TP, r"G1 \S*visual\S*: .*a sum over tp is missing"
-    ),
-    "a table without gradient": OnRanks(
-        vision_plants.table_of_zero_gradient, TP, r"G1 \S*visual\.pos_embed\.weight: .*\bit is zero\b"
-    ),
+    "shares of gradients not summed": OnRanks(vision_plants.shares_not_summed, TP,
+        r"G1 \S*visual\S*: .*a sum over tp is missing"),
+    "a table without gradient": OnRanks(vision_plants.table_of_zero_gradient, TP,
+        r"G1 \S*visual\.pos_embed\.weight: .*\bit is zero\b"),
     "biases summed by each rank of cp": OnRanks(vision_plants.biases_summed_twice, CP, TWICE.format("cp")),
     "a slice for a sum over cp": OnRanks(vision_plants.a_slice_for_a_sum, CP, LOST),
     "rows at other places of cp": OnRanks(vision_plants.rows_at_other_places, CP, FORWARD),
-    "replicas summed at the last": OnRanks(
-        vision_plants.replicas_summed_at_the_last, BOTH, rf"RUN .*{NO_GRADIENT}", "the first", NO_GRADIENT
-    ),
+    "replicas summed at the last": OnRanks(vision_plants.replicas_summed_at_the_last, BOTH, rf"RUN .*{NO_GRADIENT}",
+        "the first", NO_GRADIENT),
     # Each rank checks the other's next collective first, so this is an error at once. Without `verify` gloo ends a rank
     # whose size differs, and `run_ranks` names where all were.
-    "each by its own batch": OnRanks(
-        vision_plants.each_by_its_own_batch, FSDP,
+    "each by its own batch": OnRanks(vision_plants.each_by_its_own_batch, FSDP,
         r"RUN .*\bcollective \d+ of ranks \[0, 1\]: rank \d is at all_gather of \d+ bytes", "one rank",
-        r"\brank[s ]*\[?\d\b.*\b(died without an error|waits at FSDP|waited|all_gather)\b",
-    ),
+        r"\brank[s ]*\[?\d\b.*\b(died without an error|waits at FSDP|waited|all_gather)\b"),
 }  # fmt: skip
 if not parts.ALL:  # the plants of cp are those of tp
     RANKS = {name: bug for name, bug in RANKS.items() if bug.mesh != CP}

@@ -399,47 +399,21 @@ def _rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], object], type[mw.LoadError], str]] = [
-    (
-        "missing",
-        lambda t: t.pop("model.norm.weight"),
-        mw.MissingKey,
-        words(r"model\.norm\.weight", r"head\.norm\.weight"),
-    ),
-    (
-        "unknown",
-        lambda t: t.update({"model.extra": torch.zeros(2)}),
-        mw.UnknownKey,
-        words(r"model\.extra\b", r"\bno parameter"),
-    ),
+    ("missing", lambda t: t.pop("model.norm.weight"), mw.MissingKey,
+        words(r"model\.norm\.weight", r"head\.norm\.weight")),
+    ("unknown", lambda t: t.update({"model.extra": torch.zeros(2)}), mw.UnknownKey,
+        words(r"model\.extra\b", r"\bno parameter")),
     ("renamed", _rename("model.norm.weight", "norm.weight"), mw.MissingKey, r"model\.norm\.weight"),
-    (
-        "shape",
-        lambda t: t.update({"model.norm.weight": torch.zeros(35)}),
-        mw.MismatchedKey,
-        words(r"model\.norm\.weight.*\(35,\)", r"head\.norm\.weight.*\(36,\)"),
-    ),
-    (
-        "integers",
-        lambda t: t.update({"model.norm.weight": torch.zeros(36, dtype=torch.int64)}),
-        mw.MismatchedKey,
-        words(r"model\.norm\.weight", r"\bI64\b"),
-    ),
-    (
-        "expert missing",
-        lambda t: t.pop("model.layers.0.mlp.experts.3.up_proj.weight"),
-        mw.MissingKey,
-        words("'per-expert'", r"\b1 of \d+ keys", r"model\.layers\.0\.mlp\.experts\.3\.up_proj"),
-    ),
-    (
-        "experts twice",
-        lambda t: t.update(
-            {f"model.layers.{i}.mlp.experts.gate_up_proj": torch.zeros(8, 40, 36) for i in (0, 2)}
-            | {f"model.layers.{i}.mlp.experts.down_proj": torch.zeros(8, 36, 20) for i in (0, 2)}
-        ),
-        mw.LoadError,
-        words("experts", r"\b2\b", "per-expert, fused"),
-    ),
-]
+    ("shape", lambda t: t.update({"model.norm.weight": torch.zeros(35)}), mw.MismatchedKey,
+        words(r"model\.norm\.weight.*\(35,\)", r"head\.norm\.weight.*\(36,\)")),
+    ("integers", lambda t: t.update({"model.norm.weight": torch.zeros(36, dtype=torch.int64)}), mw.MismatchedKey,
+        words(r"model\.norm\.weight", r"\bI64\b")),
+    ("expert missing", lambda t: t.pop("model.layers.0.mlp.experts.3.up_proj.weight"), mw.MissingKey,
+        words("'per-expert'", r"\b1 of \d+ keys", r"model\.layers\.0\.mlp\.experts\.3\.up_proj")),
+    ("experts twice", lambda t: t.update({f"model.layers.{i}.mlp.experts.gate_up_proj": torch.zeros(8, 40,
+        36) for i in (0, 2)} | {f"model.layers.{i}.mlp.experts.down_proj": torch.zeros(8, 36, 20) for i in (0, 2)}),
+        mw.LoadError, words("experts", r"\b2\b", "per-expert, fused")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "pattern"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])

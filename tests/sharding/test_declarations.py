@@ -121,13 +121,11 @@ def test_a_copy_of_another_size():
         (lambda e, each: None if e == 3 else each, r"^net\.w5 \(per-expert\): .*\b14 of 16\b"),
         (lambda e, each: each._replace(ours=Box((0, 0), (1, 2))) if e == 1 else each, r"^net\.w5 .*overlap"),
         (lambda e, each: each._replace(shape=(3,)) if e == 2 else each, r"^5\.2: .*\b2 of 3\b"),
-        (
-            lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
-            r"^net\.w5: .*\b5\.2 differ in size",
-        ),
+        (lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
+            r"^net\.w5: .*\b5\.2 differ in size"),
         (lambda e, each: each._replace(key="4.2") if e == 2 else each, r"^4\.2: .*overlap"),
     ],
-)
+)  # fmt: skip
 def test_one_layer_of_many_is_wrong(broken, text):
     """All others are of its kind, and right."""
 
