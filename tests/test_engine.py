@@ -294,14 +294,6 @@ def test_tp_that_divides_nothing(tmp_path: Path) -> None:
         worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
 
 
-def test_tp_beyond_the_key_heads(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3_5", linear_num_key_heads=2)
-    with pytest.raises(
-        RankError, match=words("LayoutError", "tp=4", r"\bkey=2\b", r"layers\.0\.mixer\.qkv\.weight\b", "tp from 1, 2")
-    ):
-        worlds.run(4, lambda: mw.load(source, mw.Mesh(tp=4)))
-
-
 def test_pack_refuses_what_does_not_fit() -> None:
     with pytest.raises(mw.DataError, match=words(r"\b2 documents\b", r"\b5 tokens\b", r"length=4\b")):
         mw.pack([[1, 2, 3], [4, 5]], length=4)

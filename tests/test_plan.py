@@ -180,7 +180,8 @@ def test_what_is_not_counted_is_listed(capsys: Capture) -> None:
 
 
 def test_recomputation_is_a_way_out(capsys: Capture, tmp_path: Path) -> None:
-    requested = [directory(tmp_path / "m", QWEN3_30B_A3B), "--mesh", "fsdp=16,ep=8", "--device", "H100"]
+    few_layers = {**QWEN3_30B_A3B, "num_hidden_layers": 12}
+    requested = [directory(tmp_path / "m", few_layers), "--mesh", "fsdp=16,ep=8", "--device", "24GB"]
     code, out, _ = planned(capsys, *requested, "--tokens", "16384")
     assert code == 1
     assert 'MemoryOptions(recompute="full")' in " ".join(out.split())
@@ -233,16 +234,6 @@ def test_the_choices_work() -> None:
     (message,) = objections(blueprint, dict(tp=3))
     assert re.search(r"heads=4\b.*choose tp from 1$", message), message
     assert objections(blueprint, dict(tp=1, fsdp=7)) == []
-
-
-def test_a_rank_without_any_of_a_vocabulary() -> None:
-    heads = dict(num_attention_heads=8, intermediate_size=48)
-    (message,) = objections(
-        Blueprint.of(tiny.of("qwen3", vocab_size=9, **heads)), dict(tp=8)
-    )  # of two rows; tp=4 makes 3, 3, 3, 0
-    assert re.search(r"tp=8 leaves a rank without any of vocab=9 of embed\.weight; choose tp from 1, 2$", message), (
-        message
-    )
 
 
 def test_refusals_for_a_program(capsys: Capture) -> None:

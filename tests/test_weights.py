@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from meshwright.errors import RankError
 from meshwright.models import describe, prefix_of
 from meshwright.verify import Recorder
 from meshwright.weights import directory, open_source, raw_tensor
-from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
@@ -273,25 +269,6 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def export_into_full_directory(source: Path, out: Path) -> str:
-    model = mw.load(source, mw.Mesh(fsdp=2))
-    try:
-        mw.export(model, out)
-    except mw.ExportError as error:
-        return str(error)
-    return ""
-
-
-def test_export_refuses_a_directory_in_use_on_all_ranks(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("data")
-    first, second = worlds.run(2, export_into_full_directory, source, tmp_path / "out")
-    assert re.search(words(r"/out\b", r"\bempty\b"), first), first
-    assert re.search(words(r"/out\b", r"\brank 0\b", r"ExportError: .*\bempty\b"), second), second
-    assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}, "something was left behind"
-
-
 def test_export_leaves_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -312,45 +289,6 @@ def test_export_through_a_link_and_over_an_empty_directory(tmp_path: Path) -> No
         assert (tmp_path / name).is_symlink()
         same_files(source, tmp_path / to)
     assert {p.name for p in tmp_path.iterdir()} == {"m", "empty", "new", "link", "dangling"}
-
-
-def test_export_to_a_mount_point_is_refused_before_a_byte_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    (tmp_path / "disk").mkdir()
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
-    for place, why in ((Path("/"), r"\bempty\b"), (tmp_path / "disk", r"\bmount point\b")):
-        with pytest.raises(RankError, match=words("ExportError", why)):
-            worlds.run(1, load_and_export, source, {}, place)
-    assert {p.name for p in tmp_path.iterdir()} == {"m", "disk"}
-
-
-def test_export_asks_for_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000, total=10**9))
-    with pytest.raises(RankError, match=words("ExportError", r"\b\d{5,} bytes\b", r"\b1000\b")):
-        worlds.run(1, load_and_export, source, {}, tmp_path / "out")
-    assert {p.name for p in tmp_path.iterdir()} == {"m"}
-
-
-def _interrupted(source: Path, out: Path) -> str:
-    model = mw.load(source)
-    try:
-        mw.export(model, out)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "exported"
-
-
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    monkeypatch.setattr(Files, "write", interrupt)
-    assert worlds.run(1, _interrupted, source, tmp_path / "out") == ["interrupted"]
-    assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
 def _exported_from_elsewhere(source: Path, out: Path) -> None:
