@@ -20,11 +20,6 @@ from tests.words import words
 DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11], [13, 14, 15, 16], [1, 2]]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("batches") / "m", "qwen3")
-
-
 def evaluated(source: Path, batches: list[list[mw.Batch]], loss: Any, **options: Any) -> list[float]:
     engine = build(source, {}, loss=loss, **options)
     return [engine.evaluate(each) for each in batches]

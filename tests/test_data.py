@@ -25,11 +25,6 @@ DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
 MASKS = [[0, 0, 1, 1], [0, 1, 0]]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("data") / "m", "qwen3")
-
-
 @pytest.mark.parametrize(
     "of", [list, np.array, torch.tensor, lambda m: torch.tensor(m).bool()], ids=["list", "array", "tensor", "bool"]
 )

@@ -18,11 +18,6 @@ from tests.trials import build, mine
 from tests.words import words
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("disagreed") / "m", "qwen3")
-
-
 def _seeded(source: Path, mesh: dict[str, int]) -> mw.Engine:
     there = mw.Mesh(**mesh)
     return mw.Engine(mw.init(source, there, dtype=torch.float64, seed=there.rank), lr=1e-2)

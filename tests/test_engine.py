@@ -19,11 +19,6 @@ from tests.trials import build, mine
 from tests.words import words
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("engine") / "m", "qwen3")
-
-
 def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
     engine = build(source, mesh)
     out = [engine.evaluate(mine(engine))]

@@ -39,11 +39,6 @@ BEAT_S = 0.4
 SOON_S = TIMEOUT_S + 5.0  # a busy machine is slow to start processes
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("lost") / "m", "qwen3")
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", BEAT_S)

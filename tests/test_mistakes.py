@@ -17,11 +17,6 @@ from tests.trials import build, mine
 from tests.words import words
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("mistakes") / "m", "qwen3")
-
-
 def _on_rank_1(mistaken: Any, fine: Any) -> Any:
     return lambda engine: engine.step(mistaken(engine) if engine.model.mesh.rank == 1 else fine(engine))
 

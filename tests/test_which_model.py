@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import meshwright as mw
@@ -17,12 +16,6 @@ from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 from tests.trials import mine
 from tests.words import words
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("which") / "m", "qwen3")
-
 
 CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
     "logprobs": lambda model, out: mw.logprobs(model, tiny.batches(model.mesh.data_rank)[0]),
