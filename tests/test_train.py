@@ -170,7 +170,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     planned, dropped = capsys.readouterr().out, "longer than 128 tokens left out"
     assert "2 micro-batches on each of 2 data ranks" in planned
     assert f"1 document {dropped}" in planned
-    with forked_ranks(), Started(["train", str(path)]) as started:  # as processes of Python: the examples' tests
+    with Started(["train", str(path)]) as started:  # with ranks that are processes of Python; all others are forks
         assert started.end(120) == 0, started.output
     assert f"step {STEPS}/{STEPS}  loss " in started.output
     assert started.output.count(f"1 document of chats.jsonl {dropped}") == 1

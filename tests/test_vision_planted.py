@@ -213,12 +213,15 @@ def test_ranks(results: Callable[[str], Any], name: str) -> None:
 
 
 NAMED = ("each by its own batch", "pictures see each other", "shares of gradients not summed")  # others: slow, in CI
+# Others with the first finding of "pictures see each other", and one that `test_ranks` sees end in the same error.
+AGAIN = ("a bias of every rank", "frames shared otherwise", "rows at other places", "replicas summed at the last")
+DIAGNOSED = [name for name in RANKS if parts.ALL or name not in AGAIN]
 
 
 def _worlds() -> list[list[str]]:
     """Group the bugs that share a world: those of one mesh, the slow ones apart, and one alone that ends its world."""
     groups: dict[str, list[str]] = {}
-    for name in RANKS:
+    for name in DIAGNOSED:
         bug = RANKS[name]
         groups.setdefault(f"{bug.mesh} {name in NAMED} {name if bug.stops else ''}", []).append(name)
     return [*groups.values()]
@@ -227,7 +230,9 @@ def _worlds() -> list[list[str]]:
 def _findings(source: Path, group: Sequence[str]) -> dict[str, list[str]]:
     """Return the lines that verify prints for each bug."""
     mesh = RANKS[group[0]].mesh
-    trial = replace(seeing_trial("qwen3_vl", source, mesh), steps=1, draws=False)
+    trial = seeing_trial("qwen3_vl", source, mesh)
+    num = 3 if mesh == BOTH else 2  # of three micro-batches the last has no pictures
+    trial = replace(trial, steps=1, draws=False, data=replace(trial.data, num=num))
     try:
         findings = trials.findings_in_turn(dict.fromkeys(group, trial), lambda name: planted(RANKS[name].plant))
     except RankError as error:
@@ -242,7 +247,7 @@ def findings(source: Source) -> Callable[[str], list[str]]:
     return worlds.Shared(_worlds(), lambda group: _findings(source("qwen3_vl"), group))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in NAMED)) for n in RANKS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in NAMED)) for n in DIAGNOSED])
 def test_verify_names_the_cause(findings: Callable[[str], list[str]], name: str) -> None:
     lines = findings(name)
     assert lines, "verify reports nothing"
