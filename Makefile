@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test matrix check format clean
+.PHONY: help setup demo test matrix versions check format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,6 +28,9 @@ test: setup  ## run the tests but the slow ones, four files at a time; PYTEST_AR
 matrix: setup  ## run every test with all of its cases, then the full matrix; hours
 	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 7200
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
+
+versions: setup  ## run the core tests with the oldest and the newest torch and transformers; minutes and gigabytes
+	@$(BIN)/python -m tests.versions
 
 check: setup  ## formatting, lint, types, storeys
 	@$(BIN)/ruff format --check .

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
 
 
 def versions() -> dict[str, str]:
@@ -15,6 +17,20 @@ def versions() -> dict[str, str]:
         "Python": platform.python_version(),
         **{name: version(name) for name in ("transformers", "safetensors", "numpy")},
     }
+
+
+def untried() -> str:
+    """Return a sentence about dependencies outside of the bounds that the tests ran with; empty if there are none."""
+    try:
+        bounds = [Requirement(text) for text in requires("meshwright") or ()]
+    except PackageNotFoundError:  # run from a clone that is not installed
+        return ""
+    outside = [
+        f"{each.name} {version(each.name)} (tested: {each.specifier})"
+        for each in bounds
+        if each.marker is None and not each.specifier.contains(version(each.name), prereleases=True)
+    ]
+    return f"not tested with {', '.join(outside)}; if numbers look wrong, try a tested version" if outside else ""
 
 
 def origin(command: str, seed: int | None = None) -> dict[str, str]:

@@ -129,7 +129,7 @@ TP, CP, FSDP, BOTH = dict(tp=2), dict(cp=2), dict(fsdp=2), dict(replicate=2, fsd
 FORWARD = r"D1 layers\.0\.norm: .*\bfirst that is wrong\b"
 TWICE = r"G1 \S*visual\S*\.bias: .*\bratio 2\b.*\b2 times too large = {0}\b.*\bover {0}\b"
 LOST = r"G1 \S*visual\S*: .*\blost in backward\b"
-NO_GRADIENT = r"tower\.patches\.weight got no gradient, and so \d+ of \d+ parameters"
+NO_GRADIENT = r"tower\.patches\.weight has no gradient, like \d+ of \d+ parameters"
 RANKS: dict[str, OnRanks] = {
     "biases summed by each rank": OnRanks(vision_plants.biases_summed_twice, TP, TWICE.format("tp")),
     "a bias of every rank": OnRanks(vision_plants.a_bias_of_every_rank, TP, FORWARD),

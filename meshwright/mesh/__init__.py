@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError, failure_in
+from ..log import logger
+from ..provenance import untried
 from ..watch import RAISED, Watch, position, waiting_at
 from .collectives import all_gather
 from .hosts import rounds
@@ -436,6 +438,8 @@ def _join(device: torch.device, timeout: datetime.timedelta, eager: bool) -> Non
             alone = torch._C._distributed_c10d.HashStore()
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         atexit.register(_leave)
+        if dist.get_rank() == 0 and (note := untried()):
+            logger.warning("%s", note)
     _refuse_gloo_on(device)
     if position.watch is None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
