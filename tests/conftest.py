@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ranks are forked, which CUDA and autograd's threads for it do not outlive: only `-m gpu` sees devices."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"  # whoever imports triton first decides it for the process
 
 
 # Files that take longest, in that order. They start first: a long one that starts last leaves the other workers idle.

@@ -83,6 +83,10 @@ def number_of_arguments(room: str, tree: ast.Module, text: str) -> Iterator[Find
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             named = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             num = len([name for name in named if name not in ("self", "cls", "ctx")])
+            # A Triton kernel takes pointers, numbers and constants one by one: a launch knows nothing else.
+            decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+            if any(dotted(each) == "triton.jit" for each in decorators):
+                continue
             if num > MAX_ARGUMENTS and owners.get(id(node), node.name) not in PUBLIC:
                 yield (
                     node.lineno,
@@ -215,6 +219,8 @@ def test_the_house_keeps(rule: Rule) -> None:
         (number_of_arguments, "engine.py", "class A:\n    def f(self, a, b, c, *, d, e, f): ...", 0),
         (number_of_arguments, "engine.py", "class A:\n    def load(self, a, b, c, d, e, f, g): ...", 2),
         (number_of_arguments, "engine.py", "def load(a, b, c, d, e, f, g): ...", 0),
+        (number_of_arguments, "ops/x.py", "@triton.jit\ndef f(a, b, c, d, e, f, g): ...", 0),
+        (number_of_arguments, "ops/x.py", "@triton.jit(x=[1])\ndef f(a, b, c, d, e, f, g): ...", 0),
         (probing, "engine.py", "getattr(x, 'y', None)", 1),
         (probing, "engine.py", "getattr(x, y)", 0),
         (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept:\n    raise", 3),

@@ -10,6 +10,7 @@ a chunk), W taps of the convolution.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from . import meta_kernels
 from .documents import WHOLE, Documents, Parts, part_of
 from .fused import fused
-from .kernels import fastest, uncompiled
+from .kernels import Op, fastest, uncompiled
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
@@ -129,13 +130,63 @@ def delta_rule(
 
     The state S [K, V] is an associative memory: u is the error of reading k, so writing k u^T corrects what S stores
     for k instead of adding to it (the delta rule). `states`: the tokens may be one of several parts of a stream; `docs`
-    always describe the whole. A weakness: a part runs our own chunked form, whatever kernel is installed.
+    always describe the whole.
     """
     inputs = (q_TGK, k_TGK, v_TGRV, *gates)
     positions_T = part_of(docs, states, q=q_TGK, k=k_TGK, v=v_TGRV, g=gates[0], beta=gates[1])
     if states.parts == 1:
-        return fastest(_fla, chunked, inputs, _gated, planned=meta_kernels.delta_rule)(*inputs, docs)
-    return _chunked(inputs, positions_T, states)
+        return _fastest(inputs)(*inputs, docs)
+    halves = _fastest_halves(inputs) if len(positions_T) else None
+    return _chunked(inputs, positions_T, states) if halves is None else _part_by(halves, inputs, docs, states)
+
+
+def _fastest(inputs: Sequence[Tensor]) -> Op:
+    """Choose what runs a whole stream: our kernels, else flash-linear-attention's, else the formula."""
+    op = fastest(_triton_delta_rule, chunked, inputs, _gated, planned=meta_kernels.delta_rule)
+    return fastest(_fla, chunked, inputs, _gated) if op is chunked else op
+
+
+def _fastest_halves(inputs: Sequence[Tensor]) -> Any:
+    """Choose what runs a part of a stream: the module whose `state_map` and `from_state` do; None: the formula."""
+    op = fastest(_triton_delta_rule_in_parts, chunked, inputs, _gated, planned=meta_kernels.delta_rule)
+    if op is meta_kernels.delta_rule:
+        return meta_kernels
+    return None if op is chunked else _triton_module()
+
+
+def _triton_module() -> Any:
+    """Import our kernels. Only a GPU needs them, and only there is Triton installed."""
+    return importlib.import_module("meshwright.ops.kernels.delta_rule")
+
+
+def _triton_delta_rule(
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
+) -> Tensor:
+    """Run our own kernels. They are not made for an empty stream, which costs the formula nothing."""
+    if not len(v_TGRV):
+        return chunked(q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR, docs)
+    kernels, inputs = _triton_module(), (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR)
+    return kernels.from_state(inputs, kernels.stream_of(docs, 1, 0), None)
+
+
+def _triton_delta_rule_in_parts(
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
+) -> Tensor:
+    """Run our own kernels as two ranks with half of the stream each would, to compare them with the formula."""
+    inputs, kernels = (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), _triton_module()
+    halves = list(zip(*(x.chunk(2) for x in inputs), strict=True))
+    streams = [kernels.stream_of(docs, 2, part) for part in range(2)]
+    maps = torch.stack([kernels.state_map(half, stream) for half, stream in zip(halves, streams, strict=True)])
+    states = [_state_before(maps, part, q_TGK.shape[-1]) for part in range(2)]
+    return torch.cat([kernels.from_state(*each) for each in zip(halves, streams, states, strict=True)])
+
+
+def _part_by(kernels: Any, inputs: Sequence[Tensor], docs: Documents, parts: Parts) -> Tensor:
+    """Run one part of a stream with kernels, in the two halves that `_part` explains."""
+    stream = kernels.stream_of(docs, parts.parts, parts.part)
+    maps = parts(kernels.state_map(inputs, stream)[None])
+    o_TGRV: Tensor = kernels.from_state(inputs, stream, _state_before(maps, parts.part, inputs[0].shape[-1]))
+    return o_TGRV
 
 
 def _gated(noise: list[Tensor]) -> list[Tensor]:
@@ -270,12 +321,17 @@ def _part(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, pa
     K, (_, G, R, _, V) = k_to_end.shape[-1], u_free.shape
     identity = torch.eye(K, K + V, dtype=u_free.dtype, device=u_free.device).expand(G, R, K, K + V)
     affine, _ = _scan(F.pad(u_free, (K, 0)), u_state, k_to_end, through, identity)
-    maps = parts(affine[-1][None])
-    # An empty sum instead of zeros: it ties the first part's graph to `maps`, so that its backward also joins the
-    # reduce-scatter. With plain zeros the other ranks would wait for it.
-    state = maps[:0].sum(0)[..., K:]
-    for affine_map in maps[: parts.part]:
-        state = affine_map[..., :K] @ state + affine_map[..., K:]
+    state = _state_before(parts(affine[-1][None]), parts.part, K)
     A, b = torch.stack(affine[:-1]).split([K, V], dim=-1)
     states = A @ state + b
     return states, u_free - u_state @ states
+
+
+def _state_before(maps: Tensor, part: int, K: int) -> Tensor:
+    """Apply the maps [A | b] of the earlier parts in turn; return the state before a part."""
+    # An empty sum instead of zeros: it ties the first part's graph to `maps`, so that its backward also joins the
+    # reduce-scatter. With plain zeros the other ranks would wait for it.
+    state: Tensor = maps[:0].sum(0)[..., K:]
+    for affine_map in maps[:part]:
+        state = affine_map[..., :K] @ state + affine_map[..., K:]
+    return state

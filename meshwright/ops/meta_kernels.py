@@ -78,41 +78,110 @@ class _Attention(torch.autograd.Function):
 
 
 def delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, _docs: object) -> Tensor:
-    """Allocate what flash-linear-attention's gated delta rule does."""
-    o_TGRV: Tensor = _Delta.apply(q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR)
+    """Allocate what our own kernels of the gated delta rule do (kernels/delta_rule.py). The next three are theirs."""
+    return from_state((q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), None, None)
+
+
+def stream_of(_docs: object, _parts: int, _part: int) -> None:
+    """Cut out nothing: only the sizes of tensors count here."""
+
+
+def from_state(inputs: Sequence[Tensor], _stream: object, state_GRKV: Tensor | None) -> Tensor:
+    """Allocate what runs a stream or a part of it."""
+    o_TGRV: Tensor = _Delta.apply(*inputs, state_GRKV)
     return o_TGRV
 
 
+def state_map(inputs: Sequence[Tensor], _stream: object) -> Tensor:
+    """Allocate what a part needs to tell what it makes of the state before it."""
+    _, k_TGK, v_TGRV, g_TGR, beta_TGR = inputs
+    affine: Tensor = _LastState.apply(k_TGK, torch.nn.functional.pad(v_TGRV, (k_TGK.shape[2], 0)), g_TGR, beta_TGR)
+    return affine
+
+
 class _Delta(torch.autograd.Function):
-    """It saves its operands and the triangular systems of its chunks, and recomputes the states in backward."""
+    """It saves its operands, the solved systems of its chunks, and the state before each chunk."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        q_TGK, _, v_TGRV, *_ = inputs
-        heads, T = v_TGRV.shape[1] * v_TGRV.shape[2], len(v_TGRV)
-        keys = [q_TGK.new_empty(T, heads, q_TGK.shape[2]) for _ in range(2)]
-        systems = v_TGRV.new_empty(T, heads, _CHUNK)
-        states = v_TGRV.new_empty(-(-T // _CHUNK), heads, q_TGK.shape[2], v_TGRV.shape[3])
-        work = [torch.empty_like(v_TGRV), torch.empty_like(keys[0])]
-        o_TGRV = torch.empty_like(v_TGRV)
-        ctx.save_for_backward(*inputs, *keys, systems)
-        del states, work
-        return o_TGRV
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, state = arguments
+        inputs, solved = _rows(inputs), _solved(*inputs[1:3])
+        ctx.save_for_backward(*inputs, *solved)
+        ctx.state = None if state is None else state.shape
+        return inputs[2].new_empty(inputs[2].shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_TGRV: Tensor) -> tuple[Tensor, ...]:
-        q_TGK, k_TGK, v_TGRV, g, beta, key, *_ = ctx.saved_tensors
-        num_chunks, heads = -(-len(v_TGRV) // _CHUNK), key.shape[1]
-        states = [v_TGRV.new_empty(num_chunks, heads, key.shape[2], v_TGRV.shape[3]) for _ in range(2)]
-        key_grads, value_grads = [_float32_like(key) for _ in range(3)], [torch.empty_like(v_TGRV) for _ in range(2)]
-        grads = [torch.empty_like(t) for t in (q_TGK, k_TGK, v_TGRV, g, beta)]
-        del states, key_grads, value_grads
-        return tuple(grads)
+    def backward(ctx: Any, d_TGRV: Tensor) -> tuple[Tensor | None, ...]:
+        q_TGK, *others = ctx.saved_tensors
+        d_TGRV = d_TGRV.contiguous()
+        dk_TGRK = _float32(q_TGK, *others[1].shape[:3], q_TGK.shape[2])
+        dq_TGRK = torch.empty_like(dk_TGRK, dtype=torch.float32 if dk_TGRK.shape[2] > 1 else q_TGK.dtype)
+        dq_TGK = dq_TGRK.sum(2).to(q_TGK.dtype)
+        del dq_TGRK
+        state = None if ctx.state is None else _float32(q_TGK, *ctx.state)
+        return dq_TGK, *_delta_gradients(others, dk_TGRK), state
 
 
-# The chunk length of flash-linear-attention.
+class _LastState(torch.autograd.Function):
+    """It saves the same, without q."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        (_, _, K), (_, G, R, V) = inputs[0].shape, inputs[1].shape
+        ctx.save_for_backward(*_rows(inputs), *_solved(*inputs[:2]))
+        return _float32(inputs[0], G, R, K, V)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        k_TGK, v_TGRV, *_ = ctx.saved_tensors
+        return _delta_gradients(ctx.saved_tensors, _float32(k_TGK, *v_TGRV.shape[:3], k_TGK.shape[2]))
+
+
+def _rows(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the inputs whose rows are not contiguous."""
+    return [x if x[:1].is_contiguous() else x.contiguous() for x in inputs]
+
+
+def _solved(k_TGK: Tensor, v_TGRV: Tensor) -> list[Tensor]:
+    """Allocate the systems, their two solutions, the states, and the norms of keys and queries."""
+    T, G, R, V = v_TGRV.shape
+    K, V = (max(16, _power_of_two(k_TGK.shape[2])), _padded_values(V))
+    chunks = (-(-T // _CHUNK), G * R)
+    systems = [v_TGRV.new_empty(*chunks, _CHUNK, width) for width in (_CHUNK, V, K)]
+    norms = [_float32(v_TGRV, *chunks, _CHUNK) for _ in range(2)]
+    return [*systems, v_TGRV.new_empty(*chunks, K, V), *norms]
+
+
+def _delta_gradients(saved: Sequence[Tensor], dk_TGRK: Tensor) -> tuple[Tensor, ...]:
+    """Allocate the gradients of k, v, g and beta, and on the way those of the solutions and of the states."""
+    k_TGK, v_TGRV, g_TGR, beta_TGR, _, solution, _, states, *_ = saved
+    work = [torch.empty_like(solution), torch.empty_like(states)]
+    gates = [torch.empty_like(x) for x in (g_TGR, beta_TGR)]
+    dv_TGRV, dk_TGK = v_TGRV.new_empty(v_TGRV.shape), dk_TGRK.sum(2).to(k_TGK.dtype)
+    del work
+    return dk_TGK, dv_TGRV, *gates
+
+
+def _padded_values(width: int) -> int:
+    """Return the columns of a solution, which programs take in turns of at most 64."""
+    columns = min(64, max(16, _power_of_two(width)))
+    return -(-width // columns) * columns
+
+
+def _power_of_two(width: int) -> int:
+    """Return the least power of two that is no smaller."""
+    return 1 << (width - 1).bit_length()
+
+
+# The chunk length of the kernels of the gated delta rule.
 _CHUNK = 64
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    """Allocate a float32 tensor on the device of another."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _float32_like(like: Tensor) -> Tensor:

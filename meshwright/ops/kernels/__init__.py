@@ -1,8 +1,10 @@
-"""Optional kernels of other packages (flash-linear-attention, torch's varlen), checked against our own before use.
+"""Kernels, checked against their formulas before use: our own in Triton, flash-linear-attention's, torch's varlen.
 
-For each device, dtype and head size a kernel must first agree with our implementation, in its output and in every
-gradient. A kernel that is missing, refuses its input or computes something else is not used, and a warning says so
-once: ours is slower and takes more memory.
+For each device, dtype and head size a kernel must first agree with the formula, in its output and in every gradient. A
+kernel that is missing, refuses its input or computes something else is not used, and a warning says so once: the
+formula is slower and takes more memory.
+
+Our own are in the other files of this package. Only a GPU needs them, so they are imported when one is chosen there.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..log import logger
-from .documents import Documents, documents
-from .meta_kernels import kind_of
+from ...log import logger
+from ..documents import Documents, documents
+from ..meta_kernels import kind_of
 
 Op = Callable[..., Tensor]
 Prepare = Callable[[list[Tensor]], list[Tensor]]
@@ -92,15 +94,15 @@ def agrees(
     try:
         results = _differentiate(kernel, sample, docs)
     except ImportError as error:
-        logger.warning("kernel %s is not installed (%s); ours is used, which is slower. %s", name, error, _INSTALL_HINT)
+        logger.warning("kernel %s is not installed (%s); what runs instead is slower. %s", name, error, _INSTALL_HINT)
         return False
-    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, ours works
-        logger.warning("kernel %s refuses %s (%s); ours is used, which is slower", name, inputs[0].dtype, error)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the formula works
+        logger.warning("kernel %s refuses %s (%s); what runs instead is slower", name, inputs[0].dtype, error)
         return False
     expected = _differentiate(plain, sample, docs)
     worst = max(_distance(a, b) for a, b in zip(results, expected, strict=True))
     if not worst <= TOLERANCE:  # NaN too
-        logger.warning("kernel %s is off by %.1e of the norm on %s; ours is used", name, worst, inputs[0].device)
+        logger.warning("kernel %s is off by %.1e of the norm on %s; it is not used", name, worst, inputs[0].device)
     return worst <= TOLERANCE
 
 
