@@ -22,7 +22,7 @@ from tests.started import Started, descendants, forked_ranks, ports
 STEPS, _SECONDS = 30, 100.0
 _MESHES: tuple[dict[str, int], ...] = ({"fsdp": 2}, {"pp": 2})
 _LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
-_AGAIN = 0.1  # how probable it is that a port is attacked once more each time that somebody looks
+_AGAIN = 0.1  # probability that a port is attacked again at each look
 _RENDEZVOUS = "torch.rendezvous.meshwright"  # torchrun loads a pickle of this name at each of its heartbeats
 
 

@@ -198,7 +198,7 @@ PLANTS = {
     "streams not permuted": ("permuted", lambda places, size, *key: places if "window" in key else permuted(places,
         size, *key), test_streams_of_a_window_are_mixed),
     "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
-    "the last stream dropped": ("best_fit", lambda sizes, room: best_fit(sizes, room)[:-1],
+    "the last stream dropped": ("best_fit", lambda sizes, length: best_fit(sizes, length)[:-1],
         test_every_document_once_an_epoch),
 }  # fmt: skip
 

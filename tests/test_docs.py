@@ -205,7 +205,7 @@ def test_links_and_files_of_the_docs(page: Path) -> None:
         assert target.exists(), f"{name_of(page)} links to {link}, which is not there"
         assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}#{anchor}, no such heading"
     for path in set(re.findall(r"`(\w+/\w+\.py)`", text)):
-        there = [(ROOT / room / path).is_file() for room in ("", "meshwright", "tests")]
+        there = [(ROOT / folder / path).is_file() for folder in ("", "meshwright", "tests")]
         assert any(there), f"{name_of(page)} speaks of {path}, which is not there"
 
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits leave nothing in a checkpoint: scales are of the values, whoever reads them and on whatever mesh.
+"""FP8 products leave nothing in a checkpoint: scales depend on the values alone, not on the mesh.
 
 TransformerEngine#2713 repairs what goes wrong where they are state: scales of a rank that travel with shards of another
 mesh, histories of largest values that are lost, experts that are left out.

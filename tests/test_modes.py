@@ -1,4 +1,4 @@
-"""Torch's switches, which whoever trains may have set for something else: refused, or without effect."""
+"""Global switches of torch are refused, or have no effect."""
 
 from __future__ import annotations
 

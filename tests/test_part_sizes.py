@@ -58,7 +58,7 @@ OTHERS = {
         "weights.small_files._KEPT_BYTES",
     },
 }  # fmt: skip
-NO_TENSORS = ("plan", "report")  # rooms that estimate and draw
+NO_TENSORS = ("plan", "report")  # packages that estimate and draw
 LEAST = 8  # a smaller number counts things, such as tries
 
 
@@ -116,8 +116,8 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
     assert small == [each.small for each in result]
     assert [each for each in result if each.small >= each.size and each.name != "CHUNK"] == []
     assert whole == [vars(importlib.import_module(each.module))[each.name] for each in result]
-    rooms = {each.module.split(".")[1] for each in result}
-    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
+    packages = {each.module.split(".")[1] for each in result}
+    assert packages - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:

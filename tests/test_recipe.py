@@ -20,7 +20,7 @@ from meshwright.train.config import Config, TrainSection, section_from
 from meshwright.train.config_docs import options_table
 
 PACKAGE = Path(mw.__file__).parent
-WORK = ("sharding", "parallel", "memory", "plan", "ops")  # the rooms that do what an option says, and that price it
+WORK = ("sharding", "parallel", "memory", "plan", "ops")  # packages that implement an option, or estimate it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def test_one_declaration_makes_the_rest() -> None:
 
 
 def test_no_second_list() -> None:
-    """Beside the rooms that do its work, at most three modules name an option: checks and advice about it."""
+    """At most three other modules name an option: checks and advice about it."""
     named = defaultdict[str, set[str]](set)
     names = {each.name for each in fields(MemoryOptions)}
     for path in PACKAGE.rglob("*.py"):

@@ -190,7 +190,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_the_bundle_is_what_was_built() -> None:
-    """charts.NOTICE says how; whoever builds it anew changes this."""
+    """charts.NOTICE says how to build it; a new build changes this."""
     assert hashlib.sha256((PACKAGE / "charts.min.js").read_bytes()).hexdigest() == BUNDLE
     notice = (PACKAGE / "charts.NOTICE").read_text()
     assert "npm install echarts@6.1.0" in notice

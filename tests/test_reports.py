@@ -212,8 +212,8 @@ def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, T
     first = 2 * engine.model.mesh.data_rank
 
     def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        mine_k = torch.arange(first, first + k)
-        return logits_TE.softmax(-1)[:, mine_k], mine_k.expand(len(logits_TE), k)
+        own_k = torch.arange(first, first + k)
+        return logits_TE.softmax(-1)[:, own_k], own_k.expand(len(logits_TE), k)
 
     qwen3_moe.ops.route = route
     engine.backward(mine(engine))

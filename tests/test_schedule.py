@@ -339,7 +339,7 @@ def test_even_is_as_even_as_any_bounds():
         costs = [draws.randint(1, 9) for _ in range(draws.randint(1, 9))]
         num_stages, first, last = draws.randint(1, len(costs)), draws.randint(0, 9), draws.randint(0, 20)
 
-        def dearest(ends, costs=costs, first=first, last=last):
+        def highest_cost(ends, costs=costs, first=first, last=last):
             parts = [sum(costs[a:b]) for a, b in pairwise((0, *ends))]
             parts[0] += first
             parts[-1] += last
@@ -349,7 +349,7 @@ def test_even_is_as_even_as_any_bounds():
         assert Line(num_stages, ends).num_stages == num_stages
         assert ends[-1] == len(costs)
         every = ((*inner, len(costs)) for inner in combinations(range(1, len(costs)), num_stages - 1))
-        assert dearest(ends) == min(map(dearest, every))
+        assert highest_cost(ends) == min(map(highest_cost, every))
 
 
 def test_even_makes_room_for_the_head():

@@ -71,39 +71,39 @@ def test_every_code_comes_back(code: Code) -> None:
     scales_RB = torch.tensor([[1.0, 2.0**-30], [2.0**20, 0.5], [4.0, 2.0**-60]])
     wide_RC = decode(every_RC, scales_RB, code)
     for at in (0.0, 0.3, 0.999):
-        found_RC, scales = encode(wide_RC, code, torch.full((3, 512), at))
-        assert torch.equal(found_RC, every_RC)
+        result_RC, scales = encode(wide_RC, code, torch.full((3, 512), at))
+        assert torch.equal(result_RC, every_RC)
         assert torch.equal(scales, scales_RB)
 
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
-def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
+def test_the_error_is_as_large_as_a_step_of_the_levels(code: Code) -> None:
     """The largest of a block, zero, and the mean have no error."""
     wide_RC = some(500, 300, code)
     wide_RC[:7] = 0
     codes_RC, scales_RB = encode(wide_RC, code, dice(5, torch.arange(500), 0, 512))
-    found_RC = decode(codes_RC, scales_RB, code)
+    result_RC = decode(codes_RC, scales_RB, code)
     step = 10 ** (code.decades / (code.num - 1)) - 1
     least_RC = scales_RB.repeat_interleave(BLOCK, 1)[:, :300] * 10**-code.decades
-    within = (found_RC - wide_RC).abs() <= torch.maximum(1.001 * step * wide_RC.abs(), 1.001 * least_RC)
+    within = (result_RC - wide_RC).abs() <= torch.maximum(1.001 * step * wide_RC.abs(), 1.001 * least_RC)
     assert step < 0.116
     assert bool(within.all())
-    assert torch.equal(found_RC[:7], wide_RC[:7])
-    assert torch.equal(found_RC[:, :256].abs().amax(1), wide_RC[:, :256].abs().amax(1))
-    assert abs(float((found_RC - wide_RC).sum() / wide_RC.abs().sum())) < 5e-4
+    assert torch.equal(result_RC[:7], wide_RC[:7])
+    assert torch.equal(result_RC[:, :256].abs().amax(1), wide_RC[:, :256].abs().amax(1))
+    assert abs(float((result_RC - wide_RC).sum() / wide_RC.abs().sum())) < 5e-4
 
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
 def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
     """Rounding the logarithm would be off by more than a thousandth. The mean is right below all levels too, except for
     a second moment, which must not become 0."""
-    rungs = levels(code, CPU)
+    values = levels(code, CPU)
     for at in [20, code.num - 1] + [0] * code.signed:
-        value = float(rungs[at] + rungs[at + 1]) / 2
+        value = float(values[at] + values[at + 1]) / 2
         wide_RC = torch.full((400, 256), value)
         wide_RC[:, 0] = 1.0
-        found_RC = decode(*encode(wide_RC, code, dice(7, torch.arange(400), 0, 256)), code)
-        assert float(found_RC[:, 1:].double().mean()) == pytest.approx(value, rel=8e-4 if at else 0.01)
+        result_RC = decode(*encode(wide_RC, code, dice(7, torch.arange(400), 0, 256)), code)
+        assert float(result_RC[:, 1:].double().mean()) == pytest.approx(value, rel=8e-4 if at else 0.01)
 
 
 def test_a_second_moment_above_zero_stays_above() -> None:
@@ -117,8 +117,8 @@ def test_a_second_moment_above_zero_stays_above() -> None:
 def test_what_is_infinite_stays_in_its_place() -> None:
     wide_RC = some(1, 512, SECOND)
     wide_RC[0, 3] = torch.inf
-    found_RC = decode(*encode(wide_RC, SECOND, torch.full((1, 512), 0.5)), SECOND)
-    assert bool(found_RC.isfinite().all())
+    result_RC = decode(*encode(wide_RC, SECOND, torch.full((1, 512), 0.5)), SECOND)
+    assert bool(result_RC.isfinite().all())
 
 
 def followed(beta: float, target: Tensor, start: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def followed(beta: float, target: Tensor, start: Tensor, num: int) -> tuple[Tens
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 def test_a_moving_average_follows(beta: float) -> None:
-    """A step changes it by less than a tenth of a rung. To the nearest it would stay where it began."""
+    """A step changes it by less than a tenth of a level. Rounding to nearest would keep it where it began."""
     start = torch.full((16, 256), 1.0)
     start[:, 0] = 1e4  # the scale stays
     target = start * 0.2
@@ -451,12 +451,12 @@ def test_a_run_of_100_steps(tmp_path: Path) -> None:
     """Losses stay close to those of wide moments, and `need` counts the bytes of both."""
     small = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
     source = tiny.directory(tmp_path / "m", "qwen3", **{**SIZES, **small})
-    [(wide, wide_bytes, wide_told)] = worlds.run(1, course, source, None)
-    [(narrow, narrow_bytes, narrow_told)] = worlds.run(1, course, source, torch.uint8)
+    [(wide, wide_bytes, wide_planned)] = worlds.run(1, course, source, None)
+    [(narrow, narrow_bytes, narrow_planned)] = worlds.run(1, course, source, torch.uint8)
     assert wide[0] == narrow[0]
     assert sum(wide[-8:]) < 0.6 * sum(wide[:8])
     assert sum(narrow[-8:]) == pytest.approx(sum(wide[-8:]), rel=0.01)
-    assert (wide_told, narrow_told) == (wide_bytes, narrow_bytes)
+    assert (wide_planned, narrow_planned) == (wide_bytes, narrow_bytes)
     assert 0.25 < narrow_bytes / wide_bytes < 0.26
 
 

@@ -336,7 +336,7 @@ def rows_at_other_places(patch: Patch) -> None:
 
 
 def each_by_its_own_batch(patch: Patch) -> None:
-    """A rank without pictures leaves the tower out, whoever else has some."""
+    """A rank without pictures leaves the tower out, even if others have some."""
 
     def own(batches: Sequence[Batch], mask: int, tower: Any) -> list[Batch]:
         return list(batches)

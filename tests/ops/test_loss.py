@@ -148,8 +148,8 @@ def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
 
     result = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
     exact = differentiate(ours, [x.bfloat16().double().requires_grad_(), weight.detach().double().requires_grad_()])
-    for ours_here, wanted in zip(result, exact, strict=True):
-        assert torch.allclose(ours_here.double(), wanted, rtol=2e-2, atol=0)
+    for ours_local, wanted in zip(result, exact, strict=True):
+        assert torch.allclose(ours_local.double(), wanted, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
