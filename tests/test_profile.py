@@ -25,11 +25,12 @@ def traced(path: Path, *sets: str) -> None:
     """A run, and the same without a trace."""
     trainer = Trainer(config_file.read(path, sets))
     layers = [layer for layer in trainer.model.parts[0].modules() if isinstance(layer, Layer)]
-    plain = [layer.run for layer in layers]
+    runs = [layer.run for layer in layers]
     trainer.run()
-    assert [layer.run for layer in layers] == plain
+    assert [layer.run for layer in layers] == runs
     assert not trace.on
-    Trainer(config_file.read(path, [*sets, "log.profile=0", f"out={path.parent / 'plain' / 'out'}"])).run()
+    plain = ["log.profile=0", "eval.every=100", "sample.every=100", f"out={path.parent / 'plain' / 'out'}"]
+    Trainer(config_file.read(path, [*sets, *plain])).run()
 
 
 def test_a_trace_names_its_regions(tmp_path: Path) -> None:
