@@ -19,7 +19,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.weights import chosen, frozen_scales
 from tests import parts, quantised, tiny, trials, worlds
-from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, same, outputs_of
+from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, outputs_of, same
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 TRAINED = {**SOME, "qwen3_5_moe": ["layers.*.mixer.qkv*", "layers.1.mlp.experts.down", "layers.2.*", "head.*"]}
