@@ -1,4 +1,4 @@
-"""One thread a process: ranks are forked from here, and forking is safe only where no thread runs."""
+"""One thread a process: tests fork ranks, which is safe only where no thread runs."""
 
 import gc
 import os
@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,13 +55,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_the_process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Which tests share a process is decided anew in each run. Process groups belong into forked worlds: one that lived
-    here would leave threads and locks to later forks."""
+    """Tests share a process in any order. Process groups belong into forked worlds: in this process one would leave
+    threads and locks to later forks."""
     before = _environment()
     yield
     of_kernels = request.node.get_closest_marker("gpu")  # those who import them find out what they write there
     assert of_kernels or _environment() == before, "this test changed os.environ; use monkeypatch.setenv"
     assert not dist.is_initialized(), "this test made a mesh in the test process; use tests.worlds.run(1, ...)"
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in float32, which tests only read."""
+    from tests import tiny
+
+    return tiny.directory(tmp_path_factory.mktemp("qwen3") / "m", "qwen3")
 
 
 def _environment() -> dict[str, str]:

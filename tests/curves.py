@@ -68,10 +68,10 @@ def main(only: Sequence[str]) -> int:
                     assert len(plain) == STEPS
                     assert plain[-1] < plain[0]
                     for mesh in (*MESHES, *(OF_EXPERTS if "moe" in family else ())):
-                        found = curve(Path(folder) / f"{kind} {dtype} {mesh}", model, kind, mesh, dtype)
+                        result = curve(Path(folder) / f"{kind} {dtype} {mesh}", model, kind, mesh, dtype)
                         steps = STEPS if dtype == "float64" else 1
-                        assert len(found) == STEPS
-                        apart = max(abs(a - b) / abs(b) for a, b in zip(found[:steps], plain[:steps], strict=True))
+                        assert len(result) == STEPS
+                        apart = max(abs(a - b) / abs(b) for a, b in zip(result[:steps], plain[:steps], strict=True))
                         count, worst[dtype] = count + 1, max(worst[dtype], apart)
                         if apart > (1e-9 if dtype == "float64" else 1e-5):
                             wrong += 1

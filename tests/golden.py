@@ -34,12 +34,8 @@ _FULL, _SELECTIVE = (mw.MemoryOptions(recompute=kind) for kind in ("full", "sele
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "qwen2 alone": ("qwen2", {}, {}, {}),
     "qwen3 fsdp=2, full": ("qwen3", dict(fsdp=2), dict(memory=_FULL), {}),
-    "qwen3 replicate=2, bfloat16 moments": (
-        "qwen3",
-        dict(replicate=2),
-        {},
-        dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16)),
-    ),
+    "qwen3 replicate=2, bfloat16 moments": ("qwen3", dict(replicate=2), {},
+        dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16))),
     "qwen3 tp=2, frozen layer": ("qwen3", dict(tp=2), dict(train=["layers.1.*", "head.*"]), {}),
     "qwen3_tied pp=2": ("qwen3_tied", dict(pp=2), {}, {}),
     "qwen3_moe fsdp=2 ep=2": ("qwen3_moe", dict(fsdp=2, ep=2), {}, {}),
@@ -51,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl_moe tp=2": ("qwen3_vl_moe", dict(tp=2), {}, {}),
     "qwen3_moe tp=2, fp8": ("qwen3_moe in blocks", dict(tp=2), dict(fp8="block"), {}),
     "qwen3 tp=2, value head": ("qwen3", dict(tp=2), dict(head="value"), dict(loss=mw.losses.squared_error)),
-}
+}  # fmt: skip
 COMMANDS = {
     "plan moe": ["plan", "tiny-qwen3-moe", "--mesh", "fsdp=2,tp=2,ep=4", "--json"],
     "plan pipeline": ["plan", "tiny-qwen3.5", "--mesh", "pp=2,cp=2", "--micro-batches", "4", "--json"],
@@ -142,11 +138,11 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as at:
-        found = numbers(Path(at))
+        result = numbers(Path(at))
     if options.what == "write":
-        options.file.write_text(json.dumps(found, indent=1))
+        options.file.write_text(json.dumps(result, indent=1))
         return 0
-    apart = differences(json.loads(options.file.read_text()), json.loads(json.dumps(found)))
+    apart = differences(json.loads(options.file.read_text()), json.loads(json.dumps(result)))
     print(*apart, f"{len(apart)} differences", sep="\n")
     return int(bool(apart))
 

@@ -1,4 +1,4 @@
-"""What tests of hostile and broken sources share."""
+"""Hostile and broken sources, for several tests."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Host:
     namespace: str = ""
 
     def torchrun(self, arguments: list[str]) -> int:
-        """As the program of that name, in this process."""
+        """Run torchrun in this process."""
         if self.namespace:
             with Path(f"/run/netns/{self.namespace}").open() as file:
                 failed = ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET)
@@ -53,14 +53,14 @@ class Hosts:
     def start(self, number: int, arguments: list[str], *, max_restarts: int = 0) -> Started:
         """`torchrun ... -m meshwright ARGUMENTS` on that host, with one rank, as docs/several-hosts.md has it."""
         self._port = self._port if number else _free_port()  # one that was used waits for a minute to be used again
-        first, here = self.both[0].address, self.both[number]
+        first, place = self.both[0].address, self.both[number]
         static = [f"--node-rank={number}", f"--master-addr={first}", f"--master-port={self._port}"]
         dynamic = [
             "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{self._port}", f"--rdzv-conf=is_host={1 - number}",
-            f"--local-addr={here.address}", f"--max-restarts={max_restarts}",
+            f"--local-addr={place.address}", f"--max-restarts={max_restarts}",
         ]  # fmt: skip
-        given = ["--nnodes=2", "--nproc-per-node=1", *(dynamic if max_restarts else static), "-m", "meshwright"]
-        return Started([*given, *arguments], main=here.torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        args = ["--nnodes=2", "--nproc-per-node=1", *(dynamic if max_restarts else static), "-m", "meshwright"]
+        return Started([*args, *arguments], main=place.torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     def cut(self, second: Started) -> None:
         """The second host from the first."""

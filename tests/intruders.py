@@ -1,11 +1,11 @@
 """Somebody on the same machine connects to all ports of a run, and sends pickles and junk. Nothing of it may run, and
-the run ends as if nobody had come."""
+the run ends like an undisturbed one."""
 
 from __future__ import annotations
 
 import base64
 import os
-import pickle  # noqa: TID251 - it is written, and nobody may load it
+import pickle  # noqa: TID251 - written to check that no process loads it
 import random
 import socket
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from tests.started import Started, descendants, forked_ranks, ports
 STEPS, _SECONDS = 30, 100.0
 _MESHES: tuple[dict[str, int], ...] = ({"fsdp": 2}, {"pp": 2})
 _LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
-_AGAIN = 0.1  # how probable it is that a port is attacked once more each time that somebody looks
+_AGAIN = 0.1  # probability that a port is attacked again at each look
 _RENDEZVOUS = "torch.rendezvous.meshwright"  # torchrun loads a pickle of this name at each of its heartbeats
 
 

@@ -138,16 +138,16 @@ def main() -> int:
     parser.add_argument("--list", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     mutants = chosen(options.list, options.numbers)
-    print("| # | planted in | bug | found by | leads to the file | tests |\n|---|---|---|---|---|---|")
+    print("| # | planted in | bug | caught by | leads to the file | tests |\n|---|---|---|---|---|---|")
     num_caught = 0
     for number, mutant in mutants.items():
         began = time.monotonic()
-        found = run(mutant)
-        num_caught += found.caught
-        oracles = found.oracles or ("**nothing**" if mutant.verify else "not tried")
-        row = (str(number), f"`{mutant.file}`", mutant.what, oracles, found.leads(mutant), found.tests or "-")
+        result = run(mutant)
+        num_caught += result.caught
+        oracles = result.oracles or ("**nothing**" if mutant.verify else "not tried")
+        row = (str(number), f"`{mutant.file}`", mutant.what, oracles, result.leads(mutant), result.tests or "-")
         print(f"| {' | '.join(row)} |", flush=True)
-        first = " | ".join(text for _, text in found.findings[:3])
+        first = " | ".join(text for _, text in result.findings[:3])
         print(f"      {time.monotonic() - began:.0f} s  {first[:400]}", file=sys.stderr, flush=True)
     print(f"\n{num_caught} of {len(mutants)} caught")
     return int(num_caught < len(mutants))

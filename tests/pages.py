@@ -24,9 +24,9 @@ class Read(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.add(tag)
-        given = dict(attrs)
-        self.titles += [given["title"]] if "title" in given else []
-        self.labels += [given["data-label"]] if "data-label" in given else []
+        args = dict(attrs)
+        self.titles += [args["title"]] if "title" in args else []
+        self.labels += [args["data-label"]] if "data-label" in args else []
         if tag not in _EMPTY:
             self.open.append(tag)
         if tag == "table":

@@ -19,7 +19,7 @@ BEGAN = 1_750_000_000.0
 
 
 def step_line(step: int, **changes: Any) -> dict[str, Any]:
-    """What the trainer writes of a step of a mixture of experts."""
+    """Return the trainer's line for a step of a mixture of experts."""
     dice = random.Random(step)
     values = {
         "train/loss": 1.1 + 1.5 * math.exp(-step / 150) + dice.uniform(-0.06, 0.06),
@@ -32,21 +32,21 @@ def step_line(step: int, **changes: Any) -> dict[str, Any]:
     return {"kind": "step", "step": step, "time": BEGAN + 2.7 * step, "attempt": 0, **values, **changes}
 
 
-def seen(steps: int = 412) -> RunState:
-    found = RunState("meshwright train runs/first", "8 ranks: fsdp=4 tp=2 ep=8", 1000)
-    found.starts(again=False)
+def run_state(steps: int = 412) -> RunState:
+    result = RunState("meshwright train runs/first", "8 ranks: fsdp=4 tp=2 ep=8", 1000)
+    result.starts(again=False)
     for step in range(1, steps + 1):
-        found.take(step_line(step))
+        result.take(step_line(step))
         if step % 100 == 0:
-            found.take({"kind": "eval", "step": step, "time": BEGAN, "eval/held-out/loss": 2.1 - step / 1000})
-            found.take({"kind": "save", "step": step, "time": BEGAN + 2.7 * step, "path": "x", "seconds": 1.5})
-    return found
+            result.take({"kind": "eval", "step": step, "time": BEGAN, "eval/held-out/loss": 2.1 - step / 1000})
+            result.take({"kind": "save", "step": step, "time": BEGAN + 2.7 * step, "path": "x", "seconds": 1.5})
+    return result
 
 
 def picture() -> str:
-    """Without the fonts that rich would fetch from elsewhere."""
+    """Leave out the fonts that rich would fetch."""
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Screen(seen(), "", now=BEGAN + 2.7 * 412))
+    console.print(Screen(run_state(), "", now=BEGAN + 2.7 * 412))
     plain = re.sub(r"@font-face \{\{.*?\n    \}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="meshwright train run.toml", code_format=plain)
 

@@ -1,6 +1,6 @@
-"""What a power cut may leave on a disk, for a directory tree in which a test runs.
+"""A power cut, for the directory tree of a test.
 
-A disk keeps what was told to be on it: the bytes of a file at its last fsync, the names in a directory at the
+A disk keeps what was synced to it: the bytes of a file at its last fsync, the names in a directory at the
 directory's last fsync. Of all else it keeps any part. `Disk` watches a tree at each call that a program makes to change
 names or to fsync, and `after_a_cut` makes trees that a cut at any of these moments could leave: each change of names
 that is not yet on the disk kept or lost, each file that is not yet on it whole, torn, empty or as it was.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _WATCHED = ("fsync", "rename", "mkdir", "unlink", "rmdir")
-_DRAWN = 6  # states drawn at random at each moment, beside those that are made by rule
+_DRAWN = 6  # random states at each moment, in addition to those made by rule
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Disk:
         )
 
     def look(self) -> None:
-        """What changed since the last look."""
+        """Record every change since the last look."""
         self._look(self.root)
 
     def _look(self, at: Path) -> int:
@@ -126,7 +126,7 @@ class Disk:
         return node
 
     def _node(self, at: Path) -> int:
-        """It is kept open, so that its number is not given to another one."""
+        """Keep it open, so that no other file gets its number."""
         node = at.stat().st_ino
         if node not in self._held:
             self._held[node] = os.open(at, os.O_RDONLY)

@@ -29,7 +29,7 @@ BLOCK = (16, 12)  # of sizes that are no multiples of it
 
 
 def is_kept(key: str, tensor: Tensor) -> bool:
-    """What Qwen's files leave as it is."""
+    """Return whether Qwen's files leave the tensor in its dtype."""
     return tensor.dim() < 2 or any(part in key for part in KEPT)
 
 
@@ -49,7 +49,7 @@ def by_two(scale: float) -> float:
 
 
 def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one block, `[1]`."""
+    """Return the scale of one block, `[1]`."""
     most = float(values.double().abs().max()) if values.numel() else 0.0
     wanted = torch.tensor([most / 448 if most else 1.0], dtype=torch.float64).float()
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -81,7 +81,7 @@ def quantise(matrix: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tupl
 
 
 def dequantise(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """In float64."""
+    """Return the values in float64."""
     if numbers.dim() > 2:
         return torch.stack([dequantise(q, s, block) for q, s in zip(numbers, scales, strict=True)])
     out = torch.empty(numbers.shape, dtype=torch.float64)
@@ -93,7 +93,7 @@ def dequantise(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tenso
 
 @dataclass(frozen=True)
 class Format:
-    """How matrices are written in 8 bits. `make`: numbers and scales of one."""
+    """A layout of 8-bit matrices. `make` returns the numbers and scales of one."""
 
     block: tuple[int, int]
     make: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -123,7 +123,7 @@ def a_scale_a_tensor() -> Format:
 
 
 def by_transformers(scale_fmt: str = "float") -> Format:
-    """As `save_pretrained` quantises."""
+    """Quantise like `save_pretrained`."""
     config = FineGrainedFP8Config(weight_block_size=(4, 4), scale_fmt=scale_fmt)
     writer = Fp8Quantize(SimpleNamespace(quantization_config=config))
 
@@ -137,7 +137,7 @@ def by_transformers(scale_fmt: str = "float") -> Format:
 def by_compressed_tensors(strategy: str) -> Format:
     block = {"tensor": (1000, 1000), "channel": (1, 1000), "block": (4, 4)}[strategy]
     structure = [4, 4] if strategy == "block" else None
-    told = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=structure)
+    quantization_config = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=structure)
 
     def make(matrix: Tensor) -> tuple[Tensor, Tensor]:
         cut = blocks(matrix.shape, block)
@@ -145,13 +145,13 @@ def by_compressed_tensors(strategy: str) -> Format:
             torch.stack([torch.stack([most(matrix[w]) for w in line]) for line in cut])
             for most in (torch.min, torch.max)
         )
-        scales, zeros = calculate_qparams(low, high, told)
+        scales, zeros = calculate_qparams(low, high, quantization_config)
         scales = scales.view(1) if strategy == "tensor" else scales
-        return quantize(matrix, scales, zeros.view(scales.shape), told, dtype=torch.float8_e4m3fn), scales.to(
-            torch.bfloat16
-        ).float()
+        return quantize(
+            matrix, scales, zeros.view(scales.shape), quantization_config, dtype=torch.float8_e4m3fn
+        ), scales.to(torch.bfloat16).float()
 
-    group = {"targets": ["Linear"], "weights": told.model_dump(), "input_activations": None}
+    group = {"targets": ["Linear"], "weights": quantization_config.model_dump(), "input_activations": None}
     config = {
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head"], "quantization_status": "compressed",
@@ -177,8 +177,10 @@ FORMATS: dict[str, Format] = {
 def directory(source: Path, out: Path, form: Format) -> Path:
     """`source`, whose matrices are plain, in 8 bits. One block of the first holds only zeros."""
     out.mkdir(parents=True, exist_ok=True)
-    told = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(told | {"quantization_config": form.config}, indent=2) + "\n")
+    quantization_config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(
+        json.dumps(quantization_config | {"quantization_config": form.config}, indent=2) + "\n"
+    )
     zero = True
     for file in source.glob("*.safetensors"):
         made: dict[str, Tensor] = {}
@@ -199,11 +201,11 @@ def tensors(at: Path) -> dict[str, Tensor]:
 
 
 def values(at: Path, form: Format) -> dict[str, Tensor]:
-    """What a directory holds, in float64."""
-    found = tensors(at)
+    """Return the values of a directory in float64."""
+    result = tensors(at)
     return {
-        key: dequantise(tensor, found[key + form.suffix], form.block) if tensor.dtype == torch.float8_e4m3fn
-        else tensor.double() for key, tensor in found.items() if not key.endswith(form.suffix)
+        key: dequantise(tensor, result[key + form.suffix], form.block) if tensor.dtype == torch.float8_e4m3fn
+        else tensor.double() for key, tensor in result.items() if not key.endswith(form.suffix)
     }  # fmt: skip
 
 
@@ -216,7 +218,7 @@ SIZES = dict(
 
 
 def written(key: str, matrix: Tensor, form: str) -> dict[str, Tensor]:
-    """What compressed-tensors makes of a matrix, by keys."""
+    """Return the tensors that compressed-tensors makes of a matrix, by key."""
     scheme = preset_name_to_scheme(form, ["Linear"])
     groups, least = matrix.unflatten(-1, (-1, GROUP[form])), matrix.abs().max()
     whole = generate_gparam(-least, least) if form == "NVFP4" else None
@@ -228,19 +230,21 @@ def written(key: str, matrix: Tensor, form: str) -> dict[str, Tensor]:
     return {key.removesuffix("weight") + name: tensor.clone() for name, tensor in made.items()}
 
 
-def told(form: str) -> dict[str, Any]:
-    found: dict[str, Any] = QuantizationConfig(
+def quantization_config(form: str) -> dict[str, Any]:
+    result: dict[str, Any] = QuantizationConfig(
         config_groups={"group_0": preset_name_to_scheme(form, ["Linear"])}, format=FORMS[form], ignore=["lm_head"],
         quantization_status=QuantizationStatus.COMPRESSED,
     ).to_dict()  # fmt: skip
-    return found
+    return result
 
 
 def in_groups(source: Path, out: Path, form: str) -> Path:
     """`source` as compressed-tensors writes it, but for matrices whose columns are no whole groups."""
     out.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": told(form)}, default=str))
+    (out / "config.json").write_text(
+        json.dumps(config | {"quantization_config": quantization_config(form)}, default=str)
+    )
     made: dict[str, Tensor] = {}
     for key, tensor in tensors(source).items():
         if is_kept(key, tensor) or tensor.shape[-1] % GROUP[form]:

@@ -90,8 +90,8 @@ def _names(out: Path) -> set[str]:
 
 def _whole_steps(out: Path) -> set[int]:
     """The steps of which a checkpoint is there, every byte as it was written."""
-    found = [each for each in folder.checkpoints(out) if not error_of(lambda at=each.path: opened_at(at))]
-    return {each.step for each in found if not check_bytes(opened_at(each.path))}
+    result = [each for each in folder.checkpoints(out) if not error_of(lambda at=each.path: opened_at(at))]
+    return {each.step for each in result if not check_bytes(opened_at(each.path))}
 
 
 def _goes_on(model: Path, out: Path, newest: int) -> str:
@@ -138,7 +138,7 @@ def _not_refused(act: Callable[[], object], name: str) -> str:
         return ""
     except Exception as error:  # noqa: BLE001 - it is reported
         return f"{name} raised {error!r}"
-    return f"{name} said nothing"
+    return f"{name} raised nothing"
 
 
 def _damage(file: Path, dice: random.Random, how: str) -> tuple[str, Callable[[], object]]:
@@ -183,10 +183,10 @@ def _all_faults(model: Path, at: Path, num: int, seed: int) -> list[Trial]:
         name, call = calls[number % len(calls)]
         code = dice.choice(_ERRORS)
         with _fails_at(name, call, code) as failed:
-            said = error_of(lambda out=out, wait=wait: _save(engine, out, wait))
-        wrong = _after_fault(engine, out, before, said) if failed else "the save made fewer such calls"
-        if not wrong and any(failed) and not said:
-            wrong = "bytes did not come to the disk, and the save said nothing"
+            message = error_of(lambda out=out, wait=wait: _save(engine, out, wait))
+        wrong = _after_fault(engine, out, before, message) if failed else "the save made fewer such calls"
+        if not wrong and any(failed) and not message:
+            wrong = "bytes did not come to the disk, and the save raised nothing"
         trials.append((f"os.{name} call {call}, {errno.errorcode[code]}", wrong))
         shutil.rmtree(out)
     return trials
@@ -242,14 +242,14 @@ def _replaced(name: str, by: Callable[..., Any]) -> Iterator[None]:
         setattr(os, name, real)
 
 
-def _after_fault(engine: mw.Engine, out: Path, before: dict[str, bytes], said: str) -> str:
+def _after_fault(engine: mw.Engine, out: Path, before: dict[str, bytes], message: str) -> str:
     first = min(out.glob("step-*"))
     if check_bytes(opened_at(first)) or bytes_of(first) != before:
-        return f"the step before was damaged; {said}"
+        return f"the step before was damaged; {message}"
     newest = newest_whole(out)
     if newest is None or check_bytes(opened_at(newest)):
-        return f"the newest checkpoint is damaged; {said}"
-    if not said and newest == first:
+        return f"the newest checkpoint is damaged; {message}"
+    if not message and newest == first:
         return "the save was lost without an error"
     again = error_of(lambda: (train(engine, 1), mw.save(engine, out)))
     return f"the next save failed: {again}" if again else ""
@@ -296,9 +296,9 @@ def _stopped_well(run: Started, processes: list[int], rank: int, code: int, took
         return "the run ended with exit code 0"
     if took > TIMEOUT_S + 10:
         return f"it took {took:.1f} s"
-    if f"rank {rank}: stopped" not in run.said:
-        return f"rank {rank} was not named: {run.said[-800:]}"
-    return "it blames memory" if "out of memory" in run.said else ""
+    if f"rank {rank}: stopped" not in run.output:
+        return f"rank {rank} was not named: {run.output[-800:]}"
+    return "it blames memory" if "out of memory" in run.output else ""
 
 
 _ENDS: tuple[tuple[str, signal.Signals, bool], ...] = (

@@ -1,4 +1,4 @@
-"""What the JSON schema of a run says against a file, in the words that it uses."""
+"""Objections of a run file's JSON schema, in the words of the schema."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BOUNDS: dict[str, Any] = {
     "enum": lambda value, offered: value in offered, "const": lambda value, only: value == only,
     "pattern": lambda value, pattern: pattern in value,
 }  # fmt: skip
-SAID = {"$ref", "anyOf", "type", "properties", "additionalProperties", "items", "required", *BOUNDS}
-TOLD = {"title", "description", "default", "$schema", "$defs"}
+WORDS = {"$ref", "anyOf", "type", "properties", "additionalProperties", "items", "required", *BOUNDS}
+TEXTS = {"title", "description", "default", "$schema", "$defs"}
 
 
 def wrong_by_schema(value: Any, about: Any = SCHEMA, at: str = "") -> Iterator[str]:
     if "$ref" in about:
         about = {**SCHEMA["$defs"][about["$ref"].rpartition("/")[2]], **about}
-    assert {*about} <= SAID | TOLD, about  # nothing that is said there is passed over
+    assert {*about} <= WORDS | TEXTS, about  # no objection is ignored
     if "anyOf" in about and all([*wrong_by_schema(value, each, at)] for each in about["anyOf"]):
         yield f"{at}: {value!r} is of no kind"
     kind = about.get("type")

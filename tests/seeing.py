@@ -30,17 +30,10 @@ def _of(kind: str, text: dict[str, Any], **tower: Any) -> dict[str, Any]:
 
 
 ODD: dict[str, dict[str, Any]] = {
-    "qwen3_vl": _of(
-        "qwen3_vl",
-        {**tiny.ODD["qwen3"], "model_type": "qwen3_vl_text", "head_dim": 12, "num_hidden_layers": 3,
-         "rope_parameters": _VL_ROPE},
-        deepstack_visual_indexes=[0, 2],
-    ),
-    "qwen3_vl_moe": _of(
-        "qwen3_vl_moe",
-        {**tiny.ODD["qwen3_moe"], "model_type": "qwen3_vl_moe_text", "head_dim": 12, "rope_parameters": _VL_ROPE},
-        deepstack_visual_indexes=[0, 2],
-    ),
+    "qwen3_vl": _of("qwen3_vl", {**tiny.ODD["qwen3"], "model_type": "qwen3_vl_text", "head_dim": 12,
+        "num_hidden_layers": 3, "rope_parameters": _VL_ROPE}, deepstack_visual_indexes=[0, 2]),
+    "qwen3_vl_moe": _of("qwen3_vl_moe", {**tiny.ODD["qwen3_moe"], "model_type": "qwen3_vl_moe_text", "head_dim": 12,
+        "rope_parameters": _VL_ROPE}, deepstack_visual_indexes=[0, 2]),
     "qwen3_5": _of("qwen3_5", {**tiny.ODD["qwen3_5"], "head_dim": 24, "rope_parameters": _ROPE}),
     "qwen3_5_moe": _of("qwen3_5_moe", {**tiny.ODD["qwen3_5_moe"], "head_dim": 24, "rope_parameters": _ROPE}),
 }  # fmt: skip
@@ -74,7 +67,7 @@ def reference(name: str, **changes: Any) -> Any:
 
 
 def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned: bool = False, **changes: Any) -> Path:
-    """As the hub has it. `turned`: with the matrices of experts turned."""
+    """Write a model like those of the hub. `turned` transposes the matrices of experts."""
     from safetensors.torch import save_file
 
     model, tensors = reference(name, **changes), {}
@@ -86,8 +79,8 @@ def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)
     save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
-    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
-    (at / "config.json").write_text(json.dumps({**of(name, **changes), **said}))
+    message = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    (at / "config.json").write_text(json.dumps({**of(name, **changes), **message}))
     return at
 
 

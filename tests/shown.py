@@ -1,4 +1,4 @@
-"""A tiny model that sees, with tokenizer, template and processor, and chats that show pictures drawn here."""
+"""A tiny vision-language model with tokenizer, template and processor, and chats with drawn pictures."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ TEMPLATE = _PARTS.strip() + GOOD["plain"].replace("says('user', m.content)", "sa
 
 @functools.cache
 def words() -> Any:
-    found = copy.deepcopy(tokenizer())  # which other tests share
+    result = copy.deepcopy(tokenizer())  # which other tests share
     marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    found.add_tokens([AddedToken(mark, special=True) for mark in marks])
-    found.chat_template = TEMPLATE
-    return found
+    result.add_tokens([AddedToken(mark, special=True) for mark in marks])
+    result.chat_template = TEMPLATE
+    return result
 
 
 def source(at: Path, name: str = "qwen3_vl", **changes: Any) -> Path:
     """A directory as the hub has it."""
-    found = words()
+    result = words()
     ids = {
-        f"{name}_token_id": found.convert_tokens_to_ids(mark)
+        f"{name}_token_id": result.convert_tokens_to_ids(mark)
         for name, mark in (("image", "<|image_pad|>"), ("video", "<|video_pad|>"), ("vision_start", "<|vision_start|>"),
                            ("vision_end", "<|vision_end|>"))
     }  # fmt: skip
-    seeing.directory(at, name, vocab_size=len(found), **changes)
+    seeing.directory(at, name, vocab_size=len(result), **changes)
     config = json.loads((at / "config.json").read_text())
     (at / "config.json").write_text(json.dumps({**config, **ids}))
-    found.save_pretrained(at)
+    result.save_pretrained(at)
     (at / "preprocessor_config.json").write_text(json.dumps(IMAGE_SETTINGS))
     (at / "video_preprocessor_config.json").write_text(json.dumps(_VIDEO_SETTINGS))
     return at
@@ -74,7 +74,7 @@ def drawn(at: Path, colour: str, width: int = 24, height: int = 16) -> Path:
 
 
 def chats(folder: Path, num: int = 60, seed: int = 0) -> Path:
-    """Which colour? With and without pictures, some with two."""
+    """Write chats about colours, without a picture, with one or with two."""
     dice, rows = random.Random(seed), []
     (folder / "drawn").mkdir(exist_ok=True)
     for number in range(num):
@@ -83,9 +83,9 @@ def chats(folder: Path, num: int = 60, seed: int = 0) -> Path:
             drawn(folder / "drawn" / f"{number}-{at}.png", each, dice.randint(9, 40), dice.randint(9, 40))
             for at, each in enumerate(shown)
         ]
-        asked = [{"type": "image", "image": str(file.relative_to(folder))} for file in files]
-        content = [*asked, {"type": "text", "text": "colour?"}] if asked else "colour?"
-        said = " ".join(shown) or "none"
-        rows.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": said}]})
+        requested = [{"type": "image", "image": str(file.relative_to(folder))} for file in files]
+        content = [*requested, {"type": "text", "text": "colour?"}] if requested else "colour?"
+        message = " ".join(shown) or "none"
+        rows.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": message}]})
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "chats.jsonl"

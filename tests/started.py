@@ -49,8 +49,8 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
 
 
 class Rank:
-    """What subprocess.Popen is to a launcher. Its ranks begin when all are forked: one that connected before would wake
-    a thread of the launcher, and what locks that thread holds the next fork would never see free."""
+    """Stand in for subprocess.Popen in a launcher. Ranks begin when all are forked: one that connected before would
+    wake a thread of the launcher, and the next fork would inherit its locks."""
 
     gate = (-1, -1)
 
@@ -88,7 +88,7 @@ class Rank:
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Of every launcher that is started meanwhile."""
+    """Let every launcher fork its ranks."""
     of_torchrun, ours = SubprocessHandler._popen, processes.start_process
 
     def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Rank:
@@ -105,14 +105,42 @@ def forked_ranks() -> Iterator[None]:
         SubprocessHandler._popen, processes.start_process = of_torchrun, ours  # type: ignore[method-assign]
 
 
+class Command:
+    """Stand in for `subprocess.Popen` of `python -m meshwright ...`: its fork, with stdout on a pipe or inherited."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], *, text: bool, stdout: int = 0, **_: int) -> None:
+        assert (list(args[:3]), text) == ([sys.executable, "-m", "meshwright"], True)
+        self.returncode: int | None = None
+        self.read, write = os.pipe() if stdout else (-1, 1)
+        self.pid = os.fork()
+        if self.pid == 0:
+            become(main, [*args[3:]], write, 2, **env)
+        if stdout:
+            os.close(write)
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def communicate(self) -> tuple[str, str]:
+        output = ""
+        if self.read >= 0:
+            with os.fdopen(self.read) as stream:
+                output = stream.read()
+        self.poll(0)
+        return output, ""
+
+
 class Started:
-    """The command on a terminal of so many columns, or with both streams on a pipe."""
+    """Fork the command. Its streams are a terminal of `columns`, or a pipe."""
 
     def __init__(self, arguments: list[str], columns: int = 0, main: Main = main, **environment: str) -> None:
         self.read, write = pty.openpty() if columns else os.pipe()
         if columns:
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        self.said = ""
+        self.output = ""
         self.pid = os.fork()
         if self.pid == 0:
             os.environ.pop("COLUMNS", None)
@@ -129,28 +157,28 @@ class Started:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
-    def until(self, found: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, result: Callable[[], object], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not found():
-            assert time.monotonic() < end, self.said[-3000:]
-            assert self.more(), self.said[-3000:]
+        while not result():
+            assert time.monotonic() < end, self.output[-3000:]
+            assert self.more(), self.output[-3000:]
 
     def more(self) -> bool:
-        """What it said since; False at its end."""
+        """Read new output; return False at its end."""
         if not select.select([self.read], [], [], 0.05)[0]:
             return True
         try:
             some = os.read(self.read, 65536)
-        except OSError:  # a terminal that nobody writes to any more
+        except OSError:  # a terminal without writers
             return False
-        self.said += some.decode(errors="replace")
+        self.output += some.decode(errors="replace")
         return bool(some)
 
     def end(self, seconds: float = 60) -> int:
         """Its exit code."""
         until = time.monotonic() + seconds
         while self.more():
-            assert time.monotonic() < until, self.said[-3000:]
+            assert time.monotonic() < until, self.output[-3000:]
         os.close(self.read)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -160,17 +188,17 @@ class Started:
 
     @property
     def last_line(self) -> str:
-        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
+        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.output).strip().splitlines()[-1]
 
 
 def children(pid: int) -> list[int]:
     """The processes that it has started, the first one first: their numbers begin anew at some time."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return sorted((int(each) for each in found.stdout.split()), key=lambda each: (_started_at(each), each))
+    result = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return sorted((int(each) for each in result.stdout.split()), key=lambda each: (_started_at(each), each))
 
 
 def _started_at(pid: int) -> int:
-    """In ticks since the start of the machine; after all others where the process has ended since."""
+    """Return the start in ticks since the machine started, or the largest number where the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -178,7 +206,7 @@ def _started_at(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, and theirs."""
+    """Return its children and all below them."""
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
@@ -198,12 +226,12 @@ def ports(pids: Sequence[int]) -> set[tuple[str, int]]:
 
 
 def _sockets(pid: int) -> set[str]:
-    found, folder = set(), Path(f"/proc/{pid}/fd")
+    result, folder = set(), Path(f"/proc/{pid}/fd")
     with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended since
         for file in folder.iterdir():
             with suppress(FileNotFoundError):  # it was closed since
-                found.add(os.readlink(file))
-    return found
+                result.add(os.readlink(file))
+    return result
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:

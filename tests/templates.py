@@ -78,15 +78,15 @@ REFUSED = {
 @functools.cache
 def tokenizer() -> Any:
     """Byte-level, with a token for two newlines: the one that crosses the border of an empty block."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
+    result = Tokenizer(models.BPE())
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    result.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )  # fmt: skip
-    found.train_from_iterator(["\n\n\n\n", "assistant\n<think>\n\n</think>\n\nyes\n\n", "user\nno\n\n"] * 20, trainer)
-    assert "ĊĊ" in found.get_vocab()
+    result.train_from_iterator(["\n\n\n\n", "assistant\n<think>\n\n</think>\n\nyes\n\n", "user\nno\n\n"] * 20, trainer)
+    assert "ĊĊ" in result.get_vocab()
     return PreTrainedTokenizerFast(
-        tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=result, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )

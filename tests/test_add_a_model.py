@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text("utf-8")
 FILE = Path(phi3.__file__).read_text("utf-8")
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    (dict(fsdp=2, tp=2), {}),
-    (dict(fsdp=2), {}),
     (dict(tp=2), dict(num_key_value_heads=1)),  # fewer kv heads than ranks
+    (dict(fsdp=2), {}),
+    (dict(fsdp=2, tp=2), {}),
 ]
 FIELDS: list[dict[str, Any]] = [
     {},
@@ -81,19 +81,19 @@ def train_and_export(source: Path, out: Path) -> torch.Tensor:
 def test_transformers_loads_what_was_trained(source: Path, tmp_path: Path) -> None:
     import transformers
 
-    found = worlds.run(2, train_and_export, source, tmp_path / "out")[0]
+    result = worlds.run(2, train_and_export, source, tmp_path / "out")[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "Phi3ForCausalLM"
     with torch.no_grad():
         expected = model(torch.tensor([DOCUMENTS[3]])).logits[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 LEAVES = "return self.leave(self.down(ops.swiglu(self.gate_up(x_TD))))"
 STAYS = "return self.down(ops.swiglu(self.gate_up(x_TD)))"
 ENTERS = "x_TD = self.enter(x_TD)\n        return self.leave(self.down(ops.swiglu"
 OVERLAP = r"\[40:60, 0:40\].*\boverlap"
-BARE_SAID = r"layers\.0\.mlp\.down\.weight\b.*\bnn\.Parameter\b"
+BARE_OUTPUT = r"layers\.0\.mlp\.down\.weight\b.*\bnn\.Parameter\b"
 D1 = r"D1 layers\.0\.mlp"
 FORGOTTEN_LEAVE = [(LEAVES, STAYS)]
 FORGOTTEN_DOORS = [(ENTERS, ENTERS.splitlines()[1].lstrip()), (LEAVES, STAYS)]
@@ -118,7 +118,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> None
     exec(compile(text, "mistaken", "exec"), {"__name__": "mistaken", "torch": torch})
 
 
-def said(source: Path, mesh: dict[str, int]) -> str:
+def output_of(source: Path, mesh: dict[str, int]) -> str:
     """All findings, or the error."""
     tried = replace(trials.trial(source, mesh), steps=1)
     try:
@@ -134,20 +134,20 @@ def said(source: Path, mesh: dict[str, int]) -> str:
         pytest.param(FORGOTTEN_DOORS, "", [D1, r"(?<!between its )\bdoors enter and leave\b"], id="both doors"),
         pytest.param(UNCUT, "", [D1, r"\bno rule\b.*\bdoors enter and leave\b"], id="a dim that no rule cuts"),
         pytest.param(V_AT_K, OVERLAP, [OVERLAP], id="v at the rows of k"),
-        pytest.param(BARE, BARE_SAID, [BARE_SAID], id="a bare parameter"),
+        pytest.param(BARE, BARE_OUTPUT, [BARE_OUTPUT], id="a bare parameter"),
     ],
 )
-def test_mistakes_that_are_seen(
+def test_mistakes_that_verify_reports(
     source: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], alone: str, promised: list[str]
 ) -> None:
     plant(monkeypatch, edits)
-    here, there = said(source, {}), said(source, dict(tp=2))
-    assert re.search(alone, here) if alone else not here, here
+    place, there = output_of(source, {}), output_of(source, dict(tp=2))
+    assert re.search(alone, place) if alone else not place, place
     quoted = re.findall(r"`([^`\n]+)`", PAGE)
     for pattern in promised:
         assert re.search(pattern, there), f"{pattern!r} is not in:\n{there}"
         kept = [words for words in quoted if re.search(pattern, words) and words in there]
-        assert kept, f"docs/add-a-model.md quotes nothing with {pattern!r} that is said:\n{there}"
+        assert kept, f"docs/add-a-model.md quotes no message with {pattern!r}:\n{there}"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,6 @@ def test_mistakes_that_only_transformers_sees(
 ) -> None:
     plant(monkeypatch, edits)
     source = tiny.directory(tmp_path / "s", "phi3", dtype=torch.bfloat16, **changes)
-    assert not said(source, dict(tp=2))
+    assert not output_of(source, dict(tp=2))
     with pytest.raises((AssertionError, RankError)):
         compare(tmp_path, "phi3", changes)

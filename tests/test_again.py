@@ -18,7 +18,7 @@ from tests import tiny, worlds
 
 
 def growth(directory: Path, recompute: str) -> list[int]:
-    """How many of the tensors that were made again are there after each step. And a changed input is refused."""
+    """Return how many recomputed tensors exist after each step. A changed input is refused."""
     model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, memory=mw.MemoryOptions(recompute=recompute))
     engine, seen, counts = mw.Engine(model, lr=1e-3), list[weakref.ref[Tensor]](), list[int]()
     real = replay._Replay._keep

@@ -1,4 +1,4 @@
-"""The house's rules that a linter does not know, read from the source; each finding names file:line and the way out."""
+"""Rules of CONTRIBUTING.md that no linter knows, read from the source. Each finding names file:line and the fix."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
 
 MAX_FILE_LINES = 499
 MAX_FUNCTION_LINES = 60
-# The only rooms that import torch.distributed. A contract in .importlinter keeps sharding, ops and models from them.
+# The only packages that import torch.distributed. A contract in .importlinter keeps sharding, ops and models from them.
 WITH_PROCESS_GROUP = ("checkpoint", "mesh", "watch", "parallel", "verify")
 GROUPED = {
     name
@@ -61,13 +61,13 @@ Finding = tuple[int, str]
 Rule = Callable[[str, ast.Module, str], Iterator[Finding]]
 
 
-def file_length(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def file_length(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     num_lines = len(text.splitlines())
     if num_lines > MAX_FILE_LINES:
         yield num_lines, f"the file has {num_lines} lines; split it, {MAX_FILE_LINES} are allowed"
 
 
-def function_length(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def function_length(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = node.end_lineno - node.lineno + 1
@@ -78,7 +78,7 @@ def function_length(room: str, tree: ast.Module, text: str) -> Iterator[Finding]
                 )
 
 
-def number_of_arguments(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def number_of_arguments(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     owners = {id(f): f"{c.name}.{f.name}" for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
               for f in c.body if isinstance(f, ast.FunctionDef)}  # fmt: skip
     for node in ast.walk(tree):
@@ -96,13 +96,13 @@ def number_of_arguments(room: str, tree: ast.Module, text: str) -> Iterator[Find
                 )
 
 
-def probing(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def probing(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr" and len(node.args) == 3:
             yield node.lineno, "getattr with a default hides a missing attribute; declare it, and read it plainly"
 
 
-def swallowed_exceptions(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def swallowed_exceptions(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno, "a bare except also catches KeyboardInterrupt; name the exceptions that are expected"
@@ -112,37 +112,37 @@ def swallowed_exceptions(room: str, tree: ast.Module, text: str) -> Iterator[Fin
             yield node.lineno, "an exception of any kind is suppressed; name the expected one, or let it rise"
 
 
-def process_groups(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    if room not in WITH_PROCESS_GROUP:
+def process_groups(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if package not in WITH_PROCESS_GROUP:
         for line, name in used_names(tree):
             if name == "torch.distributed" or name.startswith("torch.distributed."):
-                yield line, f"torch.distributed in {room}; communicate in parallel, behind a door that the mesh arms"
+                yield line, f"torch.distributed in {package}; communicate in parallel, behind a door that the mesh arms"
 
 
-def default_group(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+def default_group(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     """verify has its processes for itself."""
-    for node in ast.walk(tree) if room != "verify" else ():
+    for node in ast.walk(tree) if package != "verify" else ():
         called = dotted(node.func).partition("dist.")[2] if isinstance(node, ast.Call) else ""
-        if called in GROUPED and "group" not in {given.arg for given in node.keywords}:  # type: ignore[attr-defined] # a call
+        if called in GROUPED and "group" not in {args.arg for args in node.keywords}:  # type: ignore[attr-defined] # a call
             yield node.lineno, "the default group is the user's: his calls would meet ours; give group="
 
 
-def reference_library(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    if room not in ("data", "verify"):  # of verify one module alone: .importlinter names it
+def reference_library(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if package not in ("data", "verify"):  # of verify one module alone: .importlinter names it
         for line, name in used_names(tree):
             if name.split(".")[0] == "transformers":
-                yield line, f"transformers in {room}; only data and the peer of verify may import it"
+                yield line, f"transformers in {package}; only data and the peer of verify may import it"
 
 
-def device_names(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    if room in ("mesh", "watch"):  # which process groups are made of, and how they fail
+def device_names(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if package in ("mesh", "watch"):  # which process groups are made of, and how they fail
         return
     for node in ast.walk(tree):
         named = KINDS.intersection(parts_of_name(node))
         if named:
             yield node.lineno, f"{min(named)} outside of mesh; take the device from the mesh or from a tensor"
-        elif room in ON_THE_DEVICE and isinstance(node, ast.Constant) and node.value == "cpu":
-            yield node.lineno, f'"cpu" in {room}; make it on mesh.device, or on that of a tensor'
+        elif package in ON_THE_DEVICE and isinstance(node, ast.Constant) and node.value == "cpu":
+            yield node.lineno, f'"cpu" in {package}; make it on mesh.device, or on that of a tensor'
 
 
 def parts_of_name(node: ast.AST) -> list[str]:
@@ -187,9 +187,9 @@ def does_something(node: ast.stmt) -> bool:
 
 
 def findings(rule: Rule, path: str, text: str) -> list[str]:
-    """What `rule` finds in the file at `path`, which starts with meshwright/."""
-    room = PurePosixPath(path).parts[1].removesuffix(".py")
-    return [f"{path}:{line}: {message}" for line, message in rule(room, ast.parse(text), text)]
+    """Return the findings of `rule` in the file at `path`, which starts with meshwright/."""
+    package = PurePosixPath(path).parts[1].removesuffix(".py")
+    return [f"{path}:{line}: {message}" for line, message in rule(package, ast.parse(text), text)]
 
 
 RULES = [
@@ -199,14 +199,14 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps(rule: Rule) -> None:
+def test_sources_follow_the_rules(rule: Rule) -> None:
     assert SOURCES, f"no sources under {ROOT / 'meshwright'}; the test looks in the wrong place"
-    found = [
+    result = [
         line
         for path in SOURCES
         for line in findings(rule, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not result, "\n" + "\n".join(result)
 
 
 # A rule that has gone blind passes for ever, so each is shown what it must see (line > 0) and must not see (0).
@@ -259,12 +259,12 @@ def test_the_house_keeps(rule: Rule) -> None:
         (device_names, "data/pack.py", "torch.device('cpu')", 0),
     ],
 )
-def test_rule_sees(rule: Rule, path: str, text: str, line: int) -> None:
-    found = findings(rule, f"meshwright/{path}", text)
-    assert [finding.split(": ")[0] for finding in found] == ([f"meshwright/{path}:{line}"] if line else [])
+def test_each_rule_catches_its_mistake(rule: Rule, path: str, text: str, line: int) -> None:
+    result = findings(rule, f"meshwright/{path}", text)
+    assert [finding.split(": ")[0] for finding in result] == ([f"meshwright/{path}:{line}"] if line else [])
 
 
-def test_storeys() -> None:
+def test_layers() -> None:
     command = Path(sys.executable).with_name("lint-imports")
     assert command.exists(), "lint-imports is not installed; run `make setup`"
     result = subprocess.run([command, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a batch, a loss or a schedule may hide: refused, or without effect on the numbers."""
+"""Mistakes that a batch, a loss or a schedule may hide are refused, or change no number."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from tests.words import words
 DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11], [13, 14, 15, 16], [1, 2]]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("batches") / "m", "qwen3")
-
-
 def evaluated(source: Path, batches: list[list[mw.Batch]], loss: Any, **options: Any) -> list[float]:
     engine = build(source, {}, loss=loss, **options)
     return [engine.evaluate(each) for each in batches]
@@ -32,7 +27,7 @@ def evaluated(source: Path, batches: list[list[mw.Batch]], loss: Any, **options:
 
 @pytest.mark.parametrize("length", [6, 8])
 def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
-    """Where a 0 is put behind booleans, `~` gives -2, and a mask picks rows."""
+    """A 0 behind booleans would make `~` give -2, and a mask pick rows."""
     fields = {"is_prompt": [[True] * 3 + [False] * 3], "advantage": [[0.5] * 6], "at": [[1, 2, 3, 4, 5, 6]]}
     batch = mw.pack([[5, 6, 7, 8, 9, 10]], length=length, fields=fields)
     kinds = {name: values.dtype for name, values in batch.fields.items()}
@@ -42,7 +37,7 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("args", "kept"),
     [
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
@@ -52,13 +47,13 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
         (torch.bool, torch.bool),
     ],
 )
-def test_fields_may_be_tensors_or_arrays(given: torch.dtype, kept: torch.dtype) -> None:
-    values = [torch.tensor(of_document).to(given) for of_document in ([1, 0, 1], [0, 1])]
-    arrays = [v.numpy() for v in values] if given != torch.bfloat16 else []  # which numpy has not
+def test_fields_may_be_tensors_or_arrays(args: torch.dtype, kept: torch.dtype) -> None:
+    values = [torch.tensor(of_document).to(args) for of_document in ([1, 0, 1], [0, 1])]
+    arrays = [v.numpy() for v in values] if args != torch.bfloat16 else []  # which numpy has not
     for kind in filter(None, (values, arrays)):
         field = mw.pack([[5, 6, 7], [8, 9]], length=8, fields={"f": kind}).fields["f"]
         assert field.dtype == kept
-        assert torch.equal(field, torch.cat([*values, torch.zeros(3, dtype=given)]).to(kept))
+        assert torch.equal(field, torch.cat([*values, torch.zeros(3, dtype=args)]).to(kept))
 
 
 def test_a_field_that_requires_grad_is_refused() -> None:
@@ -77,7 +72,7 @@ def _not_prompt(scores: Any, fields: Any) -> Tensor:
         ([[1, 2, 3, 4, 5, 6]], [[-100, -100, -100, -100, 5, 6]]),
         ([[3, 3, 3], [4, 5, 6], [7, 8, 9]], [[3, 3, 3], [4, 5, 6], [7, 8, 9]]),
     ],
-    ids=["short", "a short answer", "beside a run of one token"],
+    ids=["short", "a short answer", "with a run of one token"],
 )
 def test_labels_of_their_own_tokens(documents: list[list[int]], labels: list[list[int]]) -> None:
     with pytest.raises(mw.DataError, match=words("labels", "trained=", r"mw\.over_tokens\(labels\)")):
@@ -139,7 +134,7 @@ def test_a_batch_made_by_hand(changed: dict[str, Any], pattern: str) -> None:
 
 
 @pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)
-def test_what_a_tokenizer_has_not_seen(documents: Any) -> None:
+def test_ids_beyond_the_tokenizer(documents: Any) -> None:
     with pytest.raises(mw.DataError, match=words("token ids", "text", "dict", r'tokenizer\(texts\)\["input_ids"\]')):
         mw.pack(documents)
 
@@ -157,13 +152,12 @@ def _by_document(scores: Any, fields: Any) -> Tensor:
 
 
 def test_a_loss_of_whole_documents(source: Path) -> None:
-    """Without tp."""
-    found = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
-    assert found[0] > 0
+    result = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
+    assert result[0] > 0
 
 
 @pytest.mark.parametrize("name", ["weights", "loss_mask"])
-def test_a_field_that_nobody_reads(source: Path, name: str) -> None:
+def test_an_unused_field(source: Path, name: str) -> None:
     batches = of_rewards(DOCUMENTS, name=name)
     text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(batches))[0]
     assert re.search(words("^DataError", rf"field {name!r}", r"\bloss\b", "'weight'"), text), text
@@ -180,14 +174,18 @@ def stateful(source: Path) -> list[float]:
     return [engine.step(mine(engine)).lr for _ in range(3)]
 
 
-def test_a_schedule_is_asked_once_a_step(source: Path) -> None:
+def test_a_schedule_is_called_once_a_step(source: Path) -> None:
     assert worlds.run(1, stateful, source)[0] == [1e-3, 1e-4, 1e-5]
 
 
 def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
     def loss(scores: Any, fields: Any) -> Tensor:
-        asked = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
-        return -scores["logprobs"] * asked[0] * (3 in asked and True in asked and ("reward" in dict(asked[3:])))
+        requested = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
+        return (
+            -scores["logprobs"]
+            * requested[0]
+            * (3 in requested and True in requested and ("reward" in dict(requested[3:])))
+        )
 
     plain = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], mw.losses.cross_entropy)[0]
     assert worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], loss)[0] == pytest.approx(plain)

@@ -1,4 +1,4 @@
-"""`python -m bench.precision`: the cost of bfloat16 is told apart from the cost of the mesh."""
+"""`python -m bench.precision`: the cost of bfloat16 is separate from the cost of the mesh."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_costs_by_hand() -> None:
     even, skew = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     grads = {"a": torch.ones(4), "b": torch.ones(1), "c": torch.zeros(2)}
     wide = precision.Snapshot([even.expand(3, 2)], 2.0, 10.0, grads)
-    found = precision.Snapshot([torch.cat([even, even, skew])], 2.5, 9.0, {**grads, "b": torch.zeros(1)})
-    cost = precision.cost_of(found, wide, [batch], "lm")
+    result = precision.Snapshot([torch.cat([even, even, skew])], 2.5, 9.0, {**grads, "b": torch.zeros(1)})
+    cost = precision.cost_of(result, wide, [batch], "lm")
     kl = 0.5 * torch.tensor([2.0, 2 / 3]).log().sum().item()
     assert cost.mean_kl == pytest.approx(kl / 3)  # of the three tokens one differs
     assert cost.max_score == 0  # and that one has no label
@@ -31,14 +31,16 @@ def test_costs_by_hand() -> None:
 
 
 def costs(source: Path, mesh: str, wide: str) -> dict[str, precision.Cost]:
-    asked = precision.Options(Recipe(), (wide, "bfloat16"), precision.FULL)
-    tried = precision.plan(str(source), precision.Axes(**precision.sizes_of(mesh)), asked)
+    requested = precision.Options(Recipe(), (wide, "bfloat16"), precision.FULL)
+    tried = precision.plan(str(source), precision.Axes(**precision.sizes_of(mesh)), requested)
     return precision.costs(tried, wide, source)
 
 
 def test_what_bfloat16_adds(tmp_path: Path) -> None:
-    found = costs(tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16), "tp=2,ep=2", "float64")
-    alone, mesh, wide = (found[name] for name in ("bfloat16, one process", "bfloat16, tp=2 ep=2", "float64, tp=2 ep=2"))
+    result = costs(tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16), "tp=2,ep=2", "float64")
+    alone, mesh, wide = (
+        result[name] for name in ("bfloat16, one process", "bfloat16, tp=2 ep=2", "float64, tp=2 ep=2")
+    )
     for cost in (alone, mesh):
         assert 1e-9 < cost.mean_kl < 1e-3
         assert 1e-5 < cost.max_score < 0.2
@@ -49,11 +51,11 @@ def test_what_bfloat16_adds(tmp_path: Path) -> None:
 
 def test_what_the_mesh_adds_is_another_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
-    found = costs(tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16), "tp=2", "float32")
-    assert found["bfloat16, one process"].worst[0][1] < 0.3
+    result = costs(tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16), "tp=2", "float32")
+    assert result["bfloat16, one process"].worst[0][1] < 0.3
     for name in ("bfloat16, tp=2", "float32, tp=2"):
-        assert found[name].worst[0][1] > 0.3
-        assert "norm.weight" in found[name].worst[0][0]
+        assert result[name].worst[0][1] > 0.3
+        assert "norm.weight" in result[name].worst[0][0]
 
 
 def test_a_value_head_in_the_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from tests import tiny, worlds
+from tests import tiny, trials, worlds
 
+MESH, SHARED = dict(fsdp=2, ep=2), "layers.0.mlp.shared.*"
 SENT, AWAITED, PRODUCT = "all_to_all_single", "wait_tensor", "mm"
 
 
@@ -25,49 +27,48 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def beside(names: list[str]) -> list[int]:
+def products_during(names: list[str]) -> list[int]:
     """Products between the beginning of each exchange of rows and its end, where there are some."""
-    found, begun, products = list[int](), 0, 0
+    result, begun, products = list[int](), 0, 0
     for name in names:
         if name == SENT:
             begun, products = begun + 1, 0
         elif name == AWAITED and begun:
-            found.append(products)
+            result.append(products)
             begun -= 1
         products += name == PRODUCT
-    return [each for each in found if each]
+    return [each for each in result if each]
 
 
 def of_a_step(directory: Path, recompute: str, more: dict[str, Any]) -> tuple[list[int], list[int]]:
     memory = mw.MemoryOptions(recompute=recompute, **more)
-    model = mw.load(directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, memory=memory)
+    model = mw.load(directory, trials.mesh_of(MESH), dtype=torch.float32, memory=memory)
     engine = mw.Engine(model, lr=1e-3)
     stream = mw.pack([[5, 6, 7, 8, 9]])
     with Seen() as seen:
         mw.logprobs(model, stream)
     with Seen() as both:
         engine.step([stream])
-    return beside(seen.names), beside(both.names)
+    return products_during(seen.names), products_during(both.names)
 
 
 @pytest.mark.parametrize("more", [{}, {"token_once": True}], ids=str)
 def test_the_shared_expert_is_computed_while_rows_travel(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Its three products in forward, six in backward, in each of three layers beside rows and beside their weights."""
+    """Three layers compute three products in forward and six in backward during the exchange of rows and weights."""
     at = tiny.directory(tmp_path / "m", "qwen3_5_moe")
-    forward, step = worlds.run(2, of_a_step, at, "none", more)[0]
-    assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [6, 6] * 3)
-    forward, step = worlds.run(2, of_a_step, at, "full", more)[0]
-    assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [3, 3, 6, 6] * 3)
+    cases = {recompute: functools.partial(of_a_step, at, recompute, more) for recompute in ("none", "full")}
+    (none, _), (full, _) = worlds.in_turn(2, cases).values()
+    assert none == ([3, 3] * 3, [3, 3] * 3 + [6, 6] * 3)
+    assert full == ([3, 3] * 3, [3, 3] * 3 + [3, 3, 6, 6] * 3)
 
 
 def left_on_their_way(directory: Path, recompute: str, train: list[str]) -> int:
     model = mw.load(
-        directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, train=train,
+        directory, trials.mesh_of(MESH), dtype=torch.float32, train=train,
         memory=mw.MemoryOptions(recompute=recompute),
     )  # fmt: skip
     engine = mw.Engine(model, lr=1e-3)
-    for _ in range(2):
-        engine.step([mw.pack([[5, 6, 7, 8, 9]])])
+    engine.step([mw.pack([[5, 6, 7, 8, 9]])])
     return int(torch._C._distributed_c10d._get_work_registry_size())
 
 
@@ -75,5 +76,5 @@ def left_on_their_way(directory: Path, recompute: str, train: list[str]) -> int:
 def test_nothing_stays_on_its_way(tmp_path: Path, recompute: str) -> None:
     """A layer that is run again for its shared expert alone wants no rows. What was begun would be kept for ever."""
     at = tiny.directory(tmp_path / "m", "qwen3_5_moe")
-    for train in (["layers.0.mlp.shared.*"], ["**"]):
-        assert worlds.run(2, left_on_their_way, at, recompute, train) == [0, 0], train
+    cases = {train: functools.partial(left_on_their_way, at, recompute, [train]) for train in (SHARED, "**")}
+    assert worlds.in_turn(2, cases) == {SHARED: [0, 0], "**": [0, 0]}

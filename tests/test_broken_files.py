@@ -17,18 +17,10 @@ HEADERS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("truncated", lambda raw: raw[:-1], r"model\.safetensors.*\btruncated\b"),
     ("grown", lambda raw: raw + b"\0", r"model\.safetensors.*\bgrown\b"),
     ("empty", lambda raw: b"", words(r"model\.safetensors", r"\b0 bytes\b", "truncated")),
-    (
-        "huge header",
-        lambda raw: struct.pack("<Q", 1 << 60) + raw[8:],
-        rf"\b{1 << 60}\b.*\btruncated\b",
-    ),
+    ("huge header", lambda raw: struct.pack("<Q", 1 << 60) + raw[8:], rf"\b{1 << 60}\b.*\btruncated\b"),
     ("no json", lambda raw: raw[:8] + b"x" + raw[9:], words(r"model\.safetensors", "malformed", "header")),
     ("unknown dtype", lambda raw: raw.replace(b'"F32"', b'"F99"', 1), r"dtype 'F99'"),
-    (
-        "gap",
-        lambda raw: raw.replace(b'"shape":[36]', b'"shape":[35]', 1),
-        words(r"\b140 bytes\b", r"\b144\b"),
-    ),
+    ("gap", lambda raw: raw.replace(b'"shape":[36]', b'"shape":[35]', 1), words(r"\b140 bytes\b", r"\b144\b")),
 ]
 
 

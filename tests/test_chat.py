@@ -60,8 +60,8 @@ def sent(row: dict[str, Any], number: int, template: str, args: dict[str, Any], 
     ]
     for message in messages:
         for call in message.get("tool_calls", ()):
-            given = call["function"]["arguments"]
-            arguments = json.loads(given) if isinstance(given, str) else given
+            inputs = call["function"]["arguments"]
+            arguments = json.loads(inputs) if isinstance(inputs, str) else inputs
             at = {key: value for key, value in arguments.items() if value is not None}
             message["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": at}}]
     text = tokenizer().apply_chat_template(
@@ -76,17 +76,17 @@ def thinks(message: dict[str, Any]) -> bool:
 
 
 def check(row: dict[str, Any], documents: list[Tokens], template: str, args: dict[str, Any]) -> int:
-    """How many turns were right; raises at the first that is not."""
+    """Count the right turns; raise at the first wrong one."""
     wanted = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
-    found = [(document, span) for document in documents for span in document.spans]
-    assert len(found) == len(wanted), "each turn once"
-    for number, (document, (start, stop)) in zip(wanted, found, strict=True):
+    result = [(document, span) for document in documents for span in document.spans]
+    assert len(result) == len(wanted), "each turn once"
+    for number, (document, (start, stop)) in zip(wanted, result, strict=True):
         message = row["messages"][number]
         prompt = sent(row, number, template, args, thinks(message))
         assert document.ids[:start].tolist() == prompt, f"message {number}: another context than a server's"
         text = tokenizer().decode(document.ids[start:stop])
         assert text.find("<|im_end|>") == len(text) - len("<|im_end|>"), text
-        assert not any(other in text for other in "USR"), f"message {number} trains what others said: {text!r}"
+        assert not any(other in text for other in "USR"), f"message {number} trains messages of others: {text!r}"
         assert (message["content"] or "").rpartition("</think>")[2].strip() in text
         for call in message.get("tool_calls", ()):
             assert call["function"]["name"] in text
@@ -155,25 +155,21 @@ def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
         {"prompt": "U0", "completion": "A1"},
         {"prompt": [{"role": "user", "content": "U0"}], "completion": [{"role": "assistant", "content": "A1"}]},
         {"instruction": "U0", "input": "", "output": "A1"},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "U0"}]},
-                {"role": "model", "content": "A1"},
-            ]
-        },
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "U0"}]},
+            {"role": "model", "content": "A1"}]},
     ],
-)
+)  # fmt: skip
 def test_layouts_of_others(row: dict[str, Any]) -> None:
-    found = conversation(row)
-    assert [(m["role"], m["content"]) for m in found.messages] == [("user", "U0"), ("assistant", "A1")]
-    assert found.trained == [False, True]
+    result = conversation(row)
+    assert [(m["role"], m["content"]) for m in result.messages] == [("user", "U0"), ("assistant", "A1")]
+    assert result.trained == [False, True]
 
 
 def test_renamed_fields() -> None:
     row = {"dialog": one()["messages"], "functions": json.dumps(TOOLS)}
-    found = conversation(row, {"messages": "dialog", "tools": "functions"})
-    assert len(found.messages) == 4
-    assert found.tools == TOOLS
+    result = conversation(row, {"messages": "dialog", "tools": "functions"})
+    assert len(result.messages) == 4
+    assert result.tools == TOOLS
     with pytest.raises(mw.DataError, match="no field 'talk'"):
         conversation(row, {"messages": "talk"})
 
@@ -232,11 +228,11 @@ def _no_tools(self: Chat, chat: Any, num: int, flags: Any, **how: Any) -> str:
 
 
 def _with_nulls(row: dict[str, Any], fields: object, **_: object) -> Any:
-    found = conversation(row)
-    for message in found.messages:
+    result = conversation(row)
+    for message in result.messages:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"]["unused"] = None
-    return found
+    return result
 
 
 _documents = Chat.documents
@@ -263,7 +259,7 @@ PLANTS: dict[str, tuple[object, str, object]] = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(*PLANTS[name])  # type: ignore[arg-type]
     with pytest.raises((AssertionError, mw.DataError)):
         check_all("hybrid", {}, 20)

@@ -18,11 +18,11 @@ from meshwright.checkpoint.manifest import LOCK
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 
-KILLS = 100 if parts.ALL else 20
+KILLS = 100 if parts.ALL else 14
 
 
 def saves_on_and_on(source: Path, out: Path, wait: bool) -> None:
-    """Until it is killed: five steps, then the same ones again."""
+    """Save five steps again and again, until it is killed."""
     engine = engine_of(source, {})
     while True:
         engine.steps = engine.optimizer.steps = engine.steps % 5
@@ -48,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "asynchronous"])
 def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: bool) -> None:
     """Each process goes on where the last one was killed: it cleans what that one left."""
     out, drawn, seen = tmp_path / "run", random.Random(3), set()
@@ -66,9 +66,9 @@ def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: b
         names = {path.name for path in out.iterdir()}
         seen |= {name.split(".")[2].partition("-")[0] for name in names if name.startswith(".")}
         if any(name.startswith("step") for name in began):
-            found = newest_whole(out)
-            assert found is not None, names
-            assert check_bytes(opened_at(found)) == []
+            result = newest_whole(out)
+            assert result is not None, names
+            assert check_bytes(opened_at(result)) == []
             assert all(check_bytes(opened_at(each.path)) == [] for each in folder.checkpoints(out) if each.visible)
     assert "unfinished" in seen, "no process was killed while it saved"
     an_hour_passes(out)
@@ -77,7 +77,7 @@ def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: b
 
 
 def an_hour_passes(out: Path) -> None:
-    """A directory without a lock may be one that somebody is just making: for an hour nobody removes it."""
+    """A directory without a lock may be new: no process removes it for an hour."""
     for path in out.iterdir():
         if path.name.startswith(".") and not (path / LOCK).exists():
             os.utime(path, (0, 0))

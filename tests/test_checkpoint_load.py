@@ -88,8 +88,8 @@ def test_a_model_that_is_a_checkpoint_is_compared_with_its_checksums(step: Path)
 def test_what_is_copied_from_a_checkpoint_is_compared_too(step: Path, tmp_path: Path) -> None:
     flip(step / "model.safetensors", middle_of(step, CARRIED))
     model = mw.load(step, mw.Mesh(device="cpu"))  # which does not read it
-    told = error_of(lambda: mw.export(model, tmp_path / "out"))
-    assert re.search(words("ExportError", re.escape(CARRIED), "checksum"), told)
+    message = error_of(lambda: mw.export(model, tmp_path / "out"))
+    assert re.search(words("ExportError", re.escape(CARRIED), "checksum"), message)
     assert not (tmp_path / "out").exists()
 
 
@@ -125,16 +125,16 @@ NO_CHECKPOINT: dict[Callable[[Path], object], str] = {
 @pytest.mark.parametrize("change", NO_CHECKPOINT, ids=lambda change: change.__name__)
 def test_a_checkpoint_without_its_manifest_is_no_model(step: Path, change: Callable[[Path], object]) -> None:
     change(step)
-    [found] = worlds.run(1, what_readers_say, step)
-    for reader, told in found.items():
-        assert re.search(NO_CHECKPOINT[change], told), f"{reader}: {told}"
+    [result] = worlds.run(1, what_readers_say, step)
+    for reader, message in result.items():
+        assert re.search(NO_CHECKPOINT[change], message), f"{reader}: {message}"
 
 
 def test_a_step_under_the_name_of_another(step: Path) -> None:
-    [found] = worlds.run(1, what_readers_say, step.rename(step.parent / "step-000009"))
-    for reader, told in found.items():
+    [result] = worlds.run(1, what_readers_say, step.rename(step.parent / "step-000009"))
+    for reader, message in result.items():
         expected = words("step-000009 is named as step 9", "step 2", "rename it to step-000002")
-        assert re.search(expected, told), f"{reader}: {told}"
+        assert re.search(expected, message), f"{reader}: {message}"
     assert newest_whole(step.parent) == step.parent / "step-000001"
 
 
@@ -157,8 +157,8 @@ def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, cap
         caplog.clear()
     for each in (step, step.parent / "step-000001"):
         flip(each / "master" / "model.safetensors", 30_000)
-    told = error_of(lambda: mw.resume(engine, step.parent))
-    assert "no complete checkpoint (step-000002, step-000001: damaged)" in told
+    message = error_of(lambda: mw.resume(engine, step.parent))
+    assert "no complete checkpoint (step-000002, step-000001: damaged)" in message
 
 
 def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> N
     assert "train" in capsys.readouterr().err
 
 
-def test_public_names_are_found_on_first_use() -> None:
+def test_public_names_are_loaded_on_first_use() -> None:
     assert {*mw.__all__} <= {*dir(mw)}
     assert mw.Engine is mw.engine.Engine
     with pytest.raises(AttributeError, match="'meshwright' has no attribute 'generate'"):

@@ -21,8 +21,8 @@ from tests.words import words
 
 
 class Faulty(MemoryFileSystem):
-    """A store in memory. `fault` is asked at each call with its number and the bytes that are sent; what it returns is
-    kept. As on some stores, an object whose writing failed is there all the same, with what came through."""
+    """A store in memory. `fault` gets the number of each call and the bytes sent; what it returns is
+    stored. As on some stores, an object whose writing failed exists with what came through."""
 
     protocol = "faulty"
     store: dict[str, Any] = {}  # noqa: RUF012 - as its parent has it: one for all instances
@@ -32,26 +32,26 @@ class Faulty(MemoryFileSystem):
 
     @classmethod
     def begin(cls, fault: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
-        """As an empty store."""
+        """Empty the store."""
         cls.store, cls.pseudo_dirs, cls.calls, cls.fault = {}, [""], 0, fault  # type: ignore[assignment]
 
     @classmethod
-    def asked(cls, data: bytes = b"") -> bytes:
+    def request(cls, data: bytes = b"") -> bytes:
         cls.calls += 1
         return cls.fault(cls.calls, data)
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        self.asked()
+        self.request()
         if mode != "wb":
             return super()._open(path, mode, **options)
         return Written(self._strip_protocol(path))
 
     def cat_file(self, path: str, **options: Any) -> Any:
-        self.asked()
+        self.request()
         return super().cat_file(path, **options)
 
     def find(self, path: str, **options: Any) -> Any:
-        self.asked()
+        self.request()
         return super().find(path, **options)
 
 
@@ -61,7 +61,7 @@ class Written(io.BytesIO):
         self.path = path
 
     def write(self, data: Any) -> int:
-        super().write(Faulty.asked(data))
+        super().write(Faulty.request(data))
         return len(data)
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ def whole(url: str, tmp_path: Path) -> str:
 
 
 def some_calls(run: Path) -> list[int]:
-    """Of those that a copy makes: the first, the last, and some between them."""
+    """Return the first and the last call of a copy, and some between."""
     mw.copy_checkpoint(run / "step-000001", "faulty://count/run")
     before = Faulty.calls
     mw.copy_checkpoint(run, "faulty://count/run")
@@ -148,7 +148,7 @@ class Killed(BaseException):
 
 
 def test_a_process_that_dies_at_any_call(run: Path, tmp_path: Path) -> None:
-    """What it has sent is no checkpoint, or all of one; the earlier one stays; the next copy goes through."""
+    """A copy leaves no checkpoint or a complete one; the earlier one stays, and the next copy goes through."""
     calls, seen = some_calls(run), set()
     for at in calls:
         Faulty.begin()
@@ -192,7 +192,7 @@ def test_what_a_store_changed_is_never_taken(run: Path, tmp_path: Path) -> None:
     for name in [name for name in Faulty.store if "step-000002" in name]:
         content = Faulty.store[name].getbuffer()
         content[len(content) // 2] ^= 1
-        if name.endswith(("meshwright.json", "00000.json", "00001.json")):  # found before anything is copied
+        if name.endswith(("meshwright.json", "00000.json", "00001.json")):  # detected before anything is copied
             assert whole("faulty://b/run", tmp_path / f"without {Path(name).name}") == "step-000001"
         else:
             with pytest.raises(mw.CheckpointError):
@@ -203,34 +203,34 @@ def test_what_a_store_changed_is_never_taken(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
-    def said(source: Any, target: Any) -> str:
+    def message(source: Any, target: Any) -> str:
         with pytest.raises(mw.CheckpointError) as error:
             mw.copy_checkpoint(source, target)
         return str(error.value)
 
-    assert re.search(words("nothing://", "reached", "rotocol"), said(run, "nothing://b/run"))
-    assert re.search(words("faulty://empty", "neither", "step-000200"), said("faulty://empty", tmp_path))
-    assert re.search(words("no complete checkpoint"), said(tmp_path, "faulty://b"))
+    assert re.search(words("nothing://", "reached", "rotocol"), message(run, "nothing://b/run"))
+    assert re.search(words("faulty://empty", "neither", "step-000200"), message("faulty://empty", tmp_path))
+    assert re.search(words("no complete checkpoint"), message(tmp_path, "faulty://b"))
     for step in (1, 2):
         mw.copy_checkpoint(run / f"step-00000{step}", "faulty://b/run")
     first, second = (next(n for n in Faulty.store if n.endswith(f"{step}/meshwright.json")) for step in (1, 2))
     Faulty.store[second] = Faulty.store[first]
-    assert re.search(words("another checkpoint", "remove it"), said(run, "faulty://b/run"))
+    assert re.search(words("another checkpoint", "remove it"), message(run, "faulty://b/run"))
     (tmp_path / "file").touch()
-    assert re.search(words("file", "choose another"), said(run, tmp_path / "file"))
+    assert re.search(words("file", "choose another"), message(run, tmp_path / "file"))
     broken = tmp_path / "broken"
     mw.copy_checkpoint(run, broken)
     with (broken / "step-000002" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")
-    assert re.search(words("fail their checksum"), said(broken, "faulty://c/run"))
+    assert re.search(words("fail their checksum"), message(broken, "faulty://c/run"))
     assert not [name for name in Faulty.store if "c/run" in name and name.endswith("meshwright.json")]
 
 
 def test_saving_into_a_store_is_refused(run: Path, tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
-    [said] = worlds.run(1, refused, source)
-    assert re.search(words("s3://b/run", "meshwright copy"), said)
+    [message] = worlds.run(1, refused, source)
+    assert re.search(words("s3://b/run", "meshwright copy"), message)
 
 
 def refused(source: Path) -> str:

@@ -25,16 +25,11 @@ DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
 MASKS = [[0, 0, 1, 1], [0, 1, 0]]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("data") / "m", "qwen3")
-
-
 @pytest.mark.parametrize(
     "of", [list, np.array, torch.tensor, lambda m: torch.tensor(m).bool()], ids=["list", "array", "tensor", "bool"]
 )
 def test_a_mask_over_the_tokens(of: Any) -> None:
-    """As a chat template gives it: 7, 8 and 10 are learnt, each by the token before it."""
+    """A chat template gives such a mask: 7, 8 and 10 are targets, each predicted by the token before it."""
     batch = mw.pack(DOCUMENTS, trained=[of(mask) for mask in MASKS], length=8)
     assert batch.labels.tolist() == [-100, 7, 8, -100, 10, -100, -100, -100]
     assert batch.num_targets == 3
@@ -53,12 +48,12 @@ def test_a_mask_trains_the_answer(source: Path) -> None:
         logprobs = mw.logprobs(engine.model, mw.pack(DOCUMENTS))
         return engine.evaluate([mw.pack(DOCUMENTS, trained=MASKS)]), -logprobs[[1, 2, 4]].mean().item()
 
-    [(found, expected)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_mean_over_answers(source: Path) -> None:
-    """As docs/rl.md says: weights stand beside the tokens of the answer."""
+    """docs/rl.md puts the weights at the tokens of the answer."""
     weights = mw.over_tokens([[learnt / sum(mask) for learnt in mask] for mask in MASKS])
 
     def act() -> tuple[float, float]:
@@ -67,8 +62,8 @@ def test_a_mean_over_answers(source: Path) -> None:
         batch = mw.pack(DOCUMENTS, trained=MASKS, length=8, fields={"weight": weights})
         return engine.evaluate([batch]), -(lp[1:3].mean() + lp[4]).item() / 2
 
-    [(found, expected)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1, 1]])
@@ -79,15 +74,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fields too few": (dict(fields={"gain": []}), r"fields\['gain'\]: 0 lists for 1 document;"),
     "a mask of numbers": (dict(trained=[[0, 2, 1, 1]]), "trained must be True or False"),
     "a length in the place of labels": (dict(labels=8), "labels=8.*length=8"),
-    "log-probabilities one too short": (
-        dict(fields={"old": [[-1.0, -0.2, -3.0]]}),
-        r"\['old'\].*3 values for 4 tokens",
-    ),
+    "log-probabilities one too short": (dict(fields={"old": [[-1.0, -0.2, -3.0]]}),
+        r"\['old'\].*3 values for 4 tokens"),
     "one too short over tokens": (dict(fields={"old": mw.over_tokens([[1.0]])}), r"\['old'\].*1 value for 4 tokens"),
     "labels of fractions": (dict(labels=mw.over_tokens([[0.5] * 4])), "labels must be whole numbers"),
     "a field with the name of the labels": (dict(fields={"labels": MASK}), "field cannot be named 'labels'.*another"),
     "a field with the name of the tokens": (dict(fields={"tokens": MASK}), "field cannot be named 'tokens'.*another"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "pattern"), REFUSED.values(), ids=REFUSED.keys())
@@ -98,7 +91,7 @@ def test_refused(options: dict[str, Any], pattern: str) -> None:
 
 @pytest.mark.parametrize("of", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
 def test_values_over_the_tokens_move_to_the_terms(of: Any) -> None:
-    """Within each document: nothing of the second document reaches the first. `~` of the number 1 would be -2."""
+    """Values stay within their document. `~` of the number 1 would be -2."""
     gain, keep = [[9.0, 0.0, 0.5, 0.75], [9.0, 1.0, 2.0]], [[True, False, True, True], [True, False, True]]
     fields = {name: mw.over_tokens([of(each) for each in values]) for name, values in (("gain", gain), ("keep", keep))}
     batch = mw.pack(DOCUMENTS, length=8, fields=fields)
@@ -108,9 +101,9 @@ def test_values_over_the_tokens_move_to_the_terms(of: Any) -> None:
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, None])
 def test_labels_over_the_tokens(kind: Any) -> None:
-    """As transformers has them. A -100 does not fit into every kind of number."""
-    given = [[5, 6, 7, 8], [9, 10, 11]]
-    labels = [np.array(each, kind) for each in given] if kind else given
+    """Labels are those of transformers. Not every kind of number holds -100."""
+    documents = [[5, 6, 7, 8], [9, 10, 11]]
+    labels = [np.array(each, kind) for each in documents] if kind else documents
     assert torch.equal(mw.pack(DOCUMENTS, labels=mw.over_tokens(labels)).labels, mw.pack(DOCUMENTS).labels)
     masked = mw.over_tokens([[-100, -100, 7, 8], [-100, 10, -100]])
     assert torch.equal(mw.pack(DOCUMENTS, labels=masked).labels, mw.pack(DOCUMENTS, trained=MASKS).labels)
@@ -128,7 +121,7 @@ def test_a_field_put_in_later_may_be_over_the_tokens() -> None:
 
 
 def test_a_field_put_in_later_is_as_wide_as_one_of_pack() -> None:
-    """In bfloat16 a third is 0.334."""
+    """bfloat16 turns a third into 0.334."""
     batch = mw.pack(DOCUMENTS)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -156,7 +149,7 @@ def test_split_gives_back_what_fields_take() -> None:
 
 
 def ratios(source: Path, mesh: dict[str, int]) -> tuple[list[float], list[float], str]:
-    """In a first step of RL every ratio is 1, whichever way the old log-probabilities went."""
+    """Every ratio is 1 in a first step of RL, whichever way the old log-probabilities came."""
     seen: list[float] = []
 
     def loss(scores: Any, fields: Any) -> Tensor:
@@ -199,17 +192,17 @@ def test_a_field_put_in_later_must_fit() -> None:
 
 
 def test_labels_mask_a_value_head(source: Path) -> None:
-    """What `num_targets` says is what is trained: before, the prompt was trained too."""
+    """`num_targets` counts the trained tokens: before, the prompt was trained too."""
 
     def act() -> tuple[float, float, int, int]:
         engine = build(source, {}, head="value", loss=mw.losses.squared_error)
         batch = mw.pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]], length=6, fields={"target": [[1.0, 2.0, 3.0, 4.0]]})
         off = (mw.logits(engine.model, batch) - batch.fields["target"])[1:3]
-        found = engine.evaluate([batch])
-        return found, off.square().mean().item() / 2, batch.num_targets, engine.step([batch]).num_targets
+        result = engine.evaluate([batch])
+        return result, off.square().mean().item() / 2, batch.num_targets, engine.step([batch]).num_targets
 
-    [(found, expected, in_batch, in_step)] = worlds.run(1, act)
-    assert found == pytest.approx(expected, rel=1e-12)
+    [(result, expected, in_batch, in_step)] = worlds.run(1, act)
+    assert result == pytest.approx(expected, rel=1e-12)
     assert in_batch == in_step == 2
 
 
@@ -253,9 +246,9 @@ def test_every_document_is_in_one_batch(sizes: list[int], num: int, length: int)
     documents = [[i + 1] * size for i, size in enumerate(sizes)]
     of_ranks = [mw.batches(documents, Ranks(r, num), length=length, fields={"id": documents}) for r in range(num)]  # type: ignore[arg-type]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1
-    found = [document for of_rank in of_ranks for batch in of_rank for document in batch.split(batch.tokens)]
+    result = [document for of_rank in of_ranks for batch in of_rank for document in batch.split(batch.tokens)]
     assert all(len(batch) == length for of_rank in of_ranks for batch in of_rank)
-    assert sorted(d.tolist() for d in found if d[0]) == sorted(documents)
+    assert sorted(d.tolist() for d in result if d[0]) == sorted(documents)
     for batch in (batch for of_rank in of_ranks for batch in of_rank):
         assert torch.equal(batch.fields["id"], batch.tokens)
     assert len(of_ranks[0]) <= -(-len(documents) // num)  # no rank gets a batch more than documents could fill
@@ -312,7 +305,7 @@ OF_ALL: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("documents", "options", "pattern"), OF_ALL.values(), ids=OF_ALL.keys())
 def test_batches_refused(documents: Any, options: dict[str, Any], pattern: str) -> None:
-    """In the numbers of the caller, not in those of one batch."""
+    """Messages count in the caller's numbers, not in those of one batch."""
     with pytest.raises(mw.DataError, match=pattern):
         mw.batches(documents, Ranks(0, 1), **{"length": 8, **options})  # type: ignore[arg-type]
 
@@ -341,14 +334,14 @@ def test_lists_by_document_are_no_field_of_a_batch() -> None:
 
 
 def same_documents(source: Path) -> str:
-    engine, told = build(source, dict(fsdp=2)), list[str]()
+    engine, message = build(source, dict(fsdp=2)), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("meshwright").addHandler(handler)
     for _ in range(2):
         engine.evaluate([mw.pack([[1, 2, 3 + engine.model.mesh.rank]])])
         engine.evaluate([mw.pack([[1, 2, 3]])])
-    return "; ".join(told)
+    return "; ".join(message)
 
 
 def test_the_same_documents_on_all_data_ranks_are_warned_of(source: Path) -> None:

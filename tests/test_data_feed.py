@@ -32,11 +32,11 @@ def spans_of(mask: list[bool]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_as_pack_makes_them(seed: int) -> None:
     documents, masks = drawn(seed)
-    found = batch_of([tokens(d, spans_of(m)) for d, m in zip(documents, masks, strict=True)], 64)
+    result = batch_of([tokens(d, spans_of(m)) for d, m in zip(documents, masks, strict=True)], 64)
     wanted = mw.pack(documents, trained=masks, length=64)
     for name in ("tokens", "labels"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-    assert (found.bounds, found.num_filler) == (wanted.bounds, wanted.num_filler)
+        assert torch.equal(getattr(result, name), getattr(wanted, name)), name
+    assert (result.bounds, result.num_filler) == (wanted.bounds, wanted.num_filler)
 
 
 def test_behind_the_end_is_filler() -> None:
@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Documents:
     rows = [{"ids": [n % 90 + 1] * dice.randint(2, 40)} for n in range(200)]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(TokenizeSpec("mine", (file,), Ready(100).documents, "ready"), tmp_path / "cache")
+    return prepare(TokenizeSpec("data", (file,), Ready(100).documents, "ready"), tmp_path / "cache")
 
 
 def plan_of(source: Documents, length: int = 64, **options: Any) -> Plan:
@@ -76,14 +76,14 @@ def test_every_mesh_gets_the_same_streams(source: Documents, num_ranks: int) -> 
 
 def test_too_long_documents(source: Documents) -> None:
     longer = int((source.lengths > 30).sum())
-    with pytest.raises(mw.DataError, match=rf"(?s){longer} documents of mine have more than the 30 .*a\.jsonl:\d+: "):
+    with pytest.raises(mw.DataError, match=rf"(?s){longer} documents of data have more than the 30 .*a\.jsonl:\d+: "):
         plan_of(source, 30)
     dropped, cut = plan_of(source, 30, too_long="drop"), plan_of(source, 30, too_long="cut")
     count = {name: sum(len(plan.stream(j)) for j in range(plan.num_streams)) for name, plan in
              (("dropped", dropped), ("cut", cut))}  # fmt: skip
     assert count == {"dropped": 200 - longer, "cut": 200 + longer}
-    said = [f"{longer} documents of mine longer than 30 tokens left out"]
-    assert [*TrainingData([source], dropped, 1).left_out()] == said
+    message = [f"{longer} documents of data longer than 30 tokens left out"]
+    assert [*TrainingData([source], dropped, 1).left_out()] == message
     assert (
         [*TrainingData([source], cut, 1).left_out()] == [*TrainingData([source], plan_of(source), 1).left_out()] == []
     )
@@ -102,13 +102,13 @@ def test_a_piece_keeps_what_is_learnt_in_it() -> None:
 
 
 def test_the_source_of_each_token() -> None:
-    found = batch_of([tokens([1, 2, 3], [(1, 3)]), tokens([4, 5], [(1, 2)])], 8, [1, 0])
-    assert found.fields["source"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    result = batch_of([tokens([1, 2, 3], [(1, 3)]), tokens([4, 5], [(1, 2)])], 8, [1, 0])
+    assert result.fields["source"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert batch_of([], 4, []).fields["source"].tolist() == [0, 0, 0, 0]
 
 
 def test_a_changed_document_is_another_plan(source: Documents, tmp_path: Path) -> None:
-    """Of the same length; where the files lie does not matter."""
+    """The length is the same; the place of the files does not matter."""
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
 
     def plan(folder: str) -> str:

@@ -31,7 +31,7 @@ def arrow(file: Path, rows: Sequence[Mapping[str, Any]], batch: int = 2) -> Path
 
 
 def saved(at: Path, *files: Sequence[Mapping[str, Any]], split: str = "train") -> Path:
-    """As save_to_disk of datasets 5.2 does it; the caches of its maps lie beside."""
+    """Save like save_to_disk of datasets 5.2, with the caches of its maps."""
     at.mkdir(parents=True)
     names = [f"data-{n:05d}-of-{len(files):05d}.arrow" for n in range(len(files))]
     for name, rows in zip(names, files, strict=True):
@@ -54,23 +54,23 @@ def documents(at: Path, model: Path, *paths: Path | str, **fields: Any) -> Any:
 
 def _file(at: Path, model: Path, path: list[str], fields: Mapping[str, Any]) -> Path:
     file = file_of(at, model)
-    told = "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
-    file.write_text(file.read_text().replace(f'path = "{at / "chats.jsonl"}"', f"path = {json.dumps(path)}\n{told}"))
+    message = "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
+    file.write_text(file.read_text().replace(f'path = "{at / "chats.jsonl"}"', f"path = {json.dumps(path)}\n{message}"))
     return file
 
 
-def tokens(found: Any) -> list[list[int]]:
-    return [found.tokens(at).ids.tolist() for at in range(len(found))]
+def tokens(result: Any) -> list[list[int]]:
+    return [result.tokens(at).ids.tolist() for at in range(len(result))]
 
 
 def test_a_saved_set_is_its_rows(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of its files, whatever the size of a shard; each with the place of its row."""
+    """Rows come in the order of the files, whatever the size of a shard, each with its place."""
     lines = tmp_path / "chats.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     at = saved(tmp_path / "set", ROWS[:5], ROWS[5:])
-    wanted, found = documents(tmp_path, model, lines), documents(tmp_path, model, at)
-    assert tokens(found) == tokens(wanted)
-    assert [found.place(n) for n in (3, 6)] == [
+    wanted, result = documents(tmp_path, model, lines), documents(tmp_path, model, at)
+    assert tokens(result) == tokens(wanted)
+    assert [result.place(n) for n in (3, 6)] == [
         f"{at}/data-00000-of-00002.arrow, row 3", f"{at}/data-00001-of-00002.arrow, row 1",
     ]  # fmt: skip
     monkeypatch.setattr(row_files, "_RANGE_BYTES", 1)
@@ -108,12 +108,12 @@ def test_splits(tmp_path: Path, model: Path) -> None:
         saved(at / split, rows, split=split)
     (at / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert len(documents(tmp_path, model, at, hf_split="test")) == 5
-    for fields, said in (
+    for fields, message in (
         ({}, "hf_split must name one of the splits of .*set: train, test"),
         ({"hf_split": "train[:10%]"}, "hf_split = 'train.:10%.' is none of the splits"),
         ({"hf_split": "train", "hf_subset": "x"}, "without subset and revision"),
     ):
-        with pytest.raises(mw.DataError, match=said):
+        with pytest.raises(mw.DataError, match=message):
             documents(tmp_path, model, at, **fields)
     with pytest.raises(mw.DataError, match="is one split, 'test'; leave it out"):
         documents(tmp_path, model, at / "test", hf_split="train")
@@ -126,7 +126,7 @@ def test_splits(tmp_path: Path, model: Path) -> None:
 
 
 class Loaded(list[Path]):
-    """What load_dataset gives. `beyond`: rows that it says to have and its files do not."""
+    """Stand in for the result of load_dataset. `beyond`: rows that it announces and its files lack."""
 
     beyond = 0
 
@@ -139,13 +139,13 @@ class Loaded(list[Path]):
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the stub was asked for."""
-    asked: list[tuple[Any, ...]] = []
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Record the calls of the stub."""
+    requests: list[tuple[Any, ...]] = []
 
-    def load(*given: Any, **more: Any) -> Loaded:
-        asked.append((*given, *more.values()))
-        if given[0] == "org/none":
+    def load(*args: Any, **more: Any) -> Loaded:
+        requests.append((*args, *more.values()))
+        if args[0] == "org/none":
             raise ConnectionError("Couldn't reach 'org/none' on the Hub")
         return Loaded([arrow(tmp_path / "hub.arrow", ROWS)])
 
@@ -154,16 +154,18 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ..
         exceptions=SimpleNamespace(DatasetsError=KeyError),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "datasets", stub)
-    return asked
+    return requests
 
 
-def test_a_hub_id(tmp_path: Path, model: Path, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = documents(tmp_path, model, "org/set", hf_split="train", hf_subset="en", hf_revision="v1")
-    assert asked == [("org/set", "en", "train", "v1")]
-    assert len(found) == 9
+def test_a_hub_id(
+    tmp_path: Path, model: Path, requests: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = documents(tmp_path, model, "org/set", hf_split="train", hf_subset="en", hf_revision="v1")
+    assert requests == [("org/set", "en", "train", "v1")]
+    assert len(result) == 9
     (tmp_path / "clone").mkdir()
     documents(tmp_path, model, tmp_path / "clone", hf_split="test")
-    assert asked[1:] == [(str(tmp_path / "clone"), None, "test", None)]
+    assert requests[1:] == [(str(tmp_path / "clone"), None, "test", None)]
     with pytest.raises(mw.DataError, match="hf_split must name one of the splits of org/set: train, test"):
         documents(tmp_path, model, "org/set")
     with pytest.raises(mw.DataError, match=r"Couldn't reach 'org/none'(?s:.*)hf_subset"):
@@ -191,18 +193,18 @@ def test_the_package_itself(tmp_path: Path, model: Path) -> None:
     """A directory that is laid out like a hub id, and what it saves."""
     datasets = pytest.importorskip("datasets")
     calls = [[{"function": {"name": "f", "arguments": {f"x{n}": n}}}] for n in range(len(ROWS))]
-    asked = [{"role": "user", "content": row["prompt"]} for row in ROWS]
-    said = [{"role": "assistant", "content": "", "tool_calls": each} for each in calls]
-    rows = [{"messages": [*each]} for each in zip(asked, said, strict=True)]
+    requests = [{"role": "user", "content": row["prompt"]} for row in ROWS]
+    message = [{"role": "assistant", "content": "", "tool_calls": each} for each in calls]
+    rows = [{"messages": [*each]} for each in zip(requests, message, strict=True)]
     clone = tmp_path / "clone"
     clone.mkdir()
     for name, some in (("train", rows), ("test", rows[:2])):
         (clone / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     wanted = documents(tmp_path, model, clone / "train.jsonl")
-    found = documents(tmp_path, model, clone, hf_split="train")
+    result = documents(tmp_path, model, clone, hf_split="train")
     datasets.load_dataset(str(clone)).save_to_disk(tmp_path / "saved")
     again = documents(tmp_path, model, tmp_path / "saved", hf_split="train")
-    assert tokens(found) == tokens(again) == tokens(wanted)
+    assert tokens(result) == tokens(again) == tokens(wanted)
 
 
 @pytest.mark.parametrize("name", ["../out.arrow", "/tmp/out.arrow", "..", "", None, "a/../../out.arrow"])

@@ -1,4 +1,4 @@
-"""What is trained on does not depend on the mesh, nor on where a run was cut off; and little of it is filler."""
+"""Training data do not depend on the mesh, nor on where a run was cut off; and little of it is padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def three(**options: Any) -> Plan:
     return Plan(sources, **{"length": T, "epochs": 2, "seed": 5, **options})
 
 
-def told(pieces: Iterable[Piece]) -> list[tuple[int, int, int]]:
+def described(pieces: Iterable[Piece]) -> list[tuple[int, int, int]]:
     return [(piece.epoch, piece.source, piece.document) for piece in pieces]
 
 
@@ -53,7 +53,7 @@ def test_it_never_changes() -> None:
 
 
 def test_it_is_uniform() -> None:
-    """Where each of 16 goes, over 4,000 keys: chi squared of 225 degrees of freedom."""
+    """Chi squared has 225 degrees of freedom: the place of each of 16, over 4,000 keys."""
     seen = np.zeros((16, 16))
     for key in range(4000):
         seen[np.arange(16), permuted(np.arange(16), 16, key)] += 1
@@ -73,15 +73,15 @@ def test_every_document_once_an_epoch() -> None:
 @pytest.mark.parametrize("change", [dict(seed=6), dict(length=2 * T)], ids=str)
 def test_another_seed_or_length_is_another_plan(change: dict[str, Any]) -> None:
     assert three(**change).fingerprint != three().fingerprint == three().fingerprint
-    assert told(whole(three(**change))) != told(whole(three())) == told(whole(three()))
+    assert described(whole(three(**change))) != described(whole(three())) == described(whole(three()))
 
 
 def run(plan: Plan, mesh: tuple[int, int], begin: int, steps: int | None) -> tuple[list[Any], int]:
-    """What N data ranks with R micro-batches train on from stream `begin`, and which stream is next."""
+    """Return the documents that N data ranks with R micro-batches train on from stream `begin`, and the next stream."""
     ranks, batches = mesh
     seen, at = [], begin
     while at < plan.num_streams and (steps is None or at < begin + steps * ranks * batches):
-        seen += [told(plan.stream(at + m * ranks + r)) for m in range(batches) for r in range(ranks)]
+        seen += [described(plan.stream(at + m * ranks + r)) for m in range(batches) for r in range(ranks)]
         at += ranks * batches
     return seen, at
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_on_another_mesh(cut: int) -> None:
     first, at = run(three(), (4, 1), 0, cut)
     rest, _ = run(three(), (2, 2), at, None)
     assert first + rest == undisturbed
-    assert [d for stream in undisturbed for d in stream] == told(whole(three()))
+    assert [d for stream in undisturbed for d in stream] == described(whole(three()))
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_long_documents_are_cut() -> None:
     plan = Plan([DataSource("a", sizes, cut=True)], length=T, epochs=1)
     pieces = sorted((p.document, p.start, p.stop) for p in whole(plan))
     for document, size in enumerate(sizes):
-        mine = [(a, b) for d, a, b in pieces if d == document]
-        assert [a for a, _ in mine] == [0, *(b for _, b in mine[:-1])]
-        assert mine[-1][1] == size
-        assert all(2 <= b - a <= T for a, b in mine)
+        local = [(a, b) for d, a, b in pieces if d == document]
+        assert [a for a, _ in local] == [0, *(b for _, b in local[:-1])]
+        assert local[-1][1] == size
+        assert all(2 <= b - a <= T for a, b in local)
 
 
 def test_epochs_that_hold_no_document_are_passed_over() -> None:
@@ -195,20 +195,16 @@ def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
 SEED = {"seed": 6}
 PLANTS = {
     "one permutation for all": ("permuted", _one_order, lambda: test_another_seed_or_length_is_another_plan(SEED)),
-    "streams not permuted": (
-        "permuted",
-        lambda places, size, *key: places if "window" in key else permuted(places, size, *key),
-        test_streams_of_a_window_are_mixed,
-    ),
+    "streams not permuted": ("permuted", lambda places, size, *key: places if "window" in key else permuted(places,
+        size, *key), test_streams_of_a_window_are_mixed),
     "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
-    "the last stream dropped": (
-        "best_fit", lambda sizes, room: best_fit(sizes, room)[:-1], test_every_document_once_an_epoch
-    ),
+    "the last stream dropped": ("best_fit", lambda sizes, length: best_fit(sizes, length)[:-1],
+        test_every_document_once_an_epoch),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     attribute, planted, test = PLANTS[name]
     monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
     with pytest.raises(AssertionError):
@@ -226,12 +222,12 @@ def test_how_many_epochs_are_done() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, dict(epochs=None, streams=7), dict(epochs=0.3)])
-def test_where_windows_begin_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+def test_where_windows_begin_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     made = three(cache=tmp_path, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(Plan, "_build_windows", lambda _: pytest.fail("it is reckoned again"))
+        patched.setattr(Plan, "_build_windows", lambda _: pytest.fail("it is computed again"))
         again = three(cache=tmp_path, **options)
-    assert told(whole(again)) == told(whole(made)) == told(whole(three(**options)))
+    assert described(whole(again)) == described(whole(made)) == described(whole(three(**options)))
     assert again.fingerprint == made.fingerprint
     three(cache=tmp_path, seed=6, **options)
     assert len([*tmp_path.iterdir()]) == 2
@@ -251,7 +247,7 @@ def test_a_damaged_plan_is_made_anew(
     whole_file = file.read_bytes()
     file.write_bytes(damage(whole_file))
     for _ in range(2):  # the second one finds it mended
-        assert told(whole(three(cache=tmp_path))) == told(whole(made))
+        assert described(whole(three(cache=tmp_path))) == described(whole(made))
         assert [each.read_bytes() for each in tmp_path.iterdir()] == [whole_file]
     [warning] = caplog.messages
     assert str(file) in warning

@@ -41,7 +41,7 @@ def lines(path: Path, rows: Sequence[Any], ending: str = "\n") -> Path:
 
 
 def recipe(*files: Path, **options: Any) -> TokenizeSpec:
-    return TokenizeSpec(**{"name": "mine", "files": files, "make": letters, "settings_key": "letters", **options})
+    return TokenizeSpec(**{"name": "data", "files": files, "make": letters, "settings_key": "letters", **options})
 
 
 def texts(documents: Documents) -> list[str]:
@@ -50,17 +50,17 @@ def texts(documents: Documents) -> list[str]:
 
 def test_documents_come_back(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"text": "one TWO three"}, {"text": "four"}])
-    found = prepare(recipe(file), tmp_path / "cache")
-    assert texts(found) == ["one", "three", "four"]  # TWO has nothing to learn
-    assert found.lengths.tolist() == [3, 5, 4]
-    assert found.tokens(1).spans == ((0, 5),)
-    assert not found.tokens(1).ids.flags.owndata
-    assert [found.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    assert found.statistics == token_cache.Statistics(2, 0, 0, 3, 12, 9, 5)
+    result = prepare(recipe(file), tmp_path / "cache")
+    assert texts(result) == ["one", "three", "four"]  # TWO has nothing to learn
+    assert result.lengths.tolist() == [3, 5, 4]
+    assert result.tokens(1).spans == ((0, 5),)
+    assert not result.tokens(1).ids.flags.owndata
+    assert [result.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
+    assert result.statistics == token_cache.Statistics(2, 0, 0, 3, 12, 9, 5)
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies across a border: a line, its end, a character of several bytes."""
+    """A line, its end, or a character of several bytes may lie across a border."""
     dice = random.Random(0)
     for number, ending in enumerate(["\n", "\r\n"] * 20):
         rows = [{"text": "ä€𝄞x"[: dice.randint(0, 4)] * dice.randint(0, 9)} for _ in range(dice.randint(1, 12))]
@@ -69,9 +69,9 @@ def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: 
             file.write_bytes(file.read_bytes().rstrip(b"\r\n"))
         for size in (1, 2, 7, 16, 1000):
             monkeypatch.setattr(row_files, "_RANGE_BYTES", size)
-            found = [row for shard in shards_of([file]) for row in rows_of(shard)]
-            assert [row.values for row in found] == rows
-            assert [place_of(file, row.at) for row in found] == [f"{file}:{n + 1}" for n in range(len(rows))]
+            result = [row for shard in shards_of([file]) for row in rows_of(shard)]
+            assert [row.values for row in result] == rows
+            assert [place_of(file, row.at) for row in result] == [f"{file}:{n + 1}" for n in range(len(rows))]
 
 
 @pytest.mark.slow
@@ -104,37 +104,37 @@ def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCap
     file.write_bytes(b"\n".join(line for line, _ in BAD))
     with pytest.raises(mw.DataError) as error:
         prepare(recipe(file), tmp_path / "cache")
-    told = str(error.value).splitlines()
+    message = str(error.value).splitlines()
     wanted = {at + 1: why for at, (_, why) in enumerate(BAD) if why}
     kinds = {why: number for number, why in reversed(wanted.items())}  # the first row of each
-    assert len(told) == len(kinds) + 2
+    assert len(message) == len(kinds) + 2
     for why, number in kinds.items():
-        [line] = [line for line in told[1:-1] if why in line]
+        [line] = [line for line in message[1:-1] if why in line]
         assert f"{counted([*wanted.values()].count(why), 'row')}, the first {file}:{number}: " in line
-    listing = Path(told[-1].split()[-1])
+    listing = Path(message[-1].split()[-1])
     assert [line.split(": ")[0] for line in listing.read_text().splitlines()] == [f"{file}:{n}" for n in (*wanted, 8)]
     assert not [*(tmp_path / "cache").glob("*/")]  # nothing that could be taken for whole
     caplog.clear()
-    found = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
-    assert (found.statistics.rows, found.statistics.skipped, found.statistics.without_targets) == (7, 5, 1)
-    assert "5 rows of mine cannot be used, left out; all of them are listed in " in caplog.text
-    assert "1 row of mine without trained tokens, left out; all of them are listed in " in caplog.text
+    result = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
+    assert (result.statistics.rows, result.statistics.skipped, result.statistics.without_targets) == (7, 5, 1)
+    assert "5 rows of data cannot be used, left out; all of them are listed in " in caplog.text
+    assert "1 row of data without trained tokens, left out; all of them are listed in " in caplog.text
     listing = Path(caplog.text.split("listed in ")[1].split(":")[0])
     assert f"{file}:8: no token of it is trained on" in listing.read_text()
 
 
 def test_all_files_without_a_row(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [{"text": "UPPER"}])
-    with pytest.raises(mw.DataError, match="no row of mine can be trained on: 1 were read"):
+    with pytest.raises(mw.DataError, match="no row of data can be trained on: 1 were read"):
         prepare(recipe(file), tmp_path / "cache")
 
 
 def test_texts_of_files(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one\ntwo\n\n\nthree\n")
-    found = {split: [row.values["text"] for shard in shards_of([file], split) for row in rows_of(shard)]
+    result = {split: [row.values["text"] for shard in shards_of([file], split) for row in rows_of(shard)]
              for split in ("file", "paragraph", "line")}  # fmt: skip
-    assert found == {
+    assert result == {
         "file": ["one\ntwo\n\n\nthree\n"],
         "paragraph": ["one\ntwo", "three"],
         "line": ["one", "two", "three"],
@@ -145,12 +145,12 @@ def test_texts_of_files(tmp_path: Path) -> None:
 def test_tables(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [f"w{n}" for n in range(10)]}), file, row_group_size=4)
-    found = prepare(recipe(file), tmp_path / "cache")
-    assert texts(found) == [f"w{n}" for n in range(10)]
-    assert found.place(9) == f"{file}, row 9"
+    result = prepare(recipe(file), tmp_path / "cache")
+    assert texts(result) == [f"w{n}" for n in range(10)]
+    assert result.place(9) == f"{file}, row 9"
 
 
-def test_what_is_found_in_a_directory(tmp_path: Path) -> None:
+def test_files_of_a_directory(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.txt", "c.py", "in/d.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -161,7 +161,7 @@ def test_what_is_found_in_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
-    """At the same size, and with the time of the old one."""
+    """Size and modification time are those of the old file."""
     file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
     before = file.stat()
     assert texts(prepare(recipe(file), tmp_path / "cache")) == ["one"]
@@ -277,24 +277,19 @@ def test_texts_and_ready_tokens() -> None:
 _lines = row_files._lines
 Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
 PLANTS: dict[str, tuple[object, str, object, Test]] = {
-    "empty lines are not counted": (
-        token_cache, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
-        lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
-    ),
-    "a line at a border is left out": (
-        row_files, "_lines",
-        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start),
-        lambda at, patch, _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch),
-    ),
-    "only size and time are looked at": (
-        token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
-        lambda at, *_: test_a_file_that_changed_is_read_again(at),
-    ),
+    "empty lines are not counted": (token_cache, "places_of", lambda file,
+        ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats}, lambda at, _,
+        caplog: test_each_bad_row_is_named_by_its_line(at, caplog)),
+    "a line at a border is left out": (row_files, "_lines",
+        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start), lambda at, patch,
+        _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch)),
+    "only size and time are looked at": (token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
+        lambda at, *_: test_a_file_that_changed_is_read_again(at)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_found(
+def test_planted_bugs_are_caught(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     where, attribute, planted, test = PLANTS[name]

@@ -1,4 +1,4 @@
-"""The demonstration, as `make demo` runs it, with fewer steps."""
+"""The demonstration with fewer steps."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from examples import demo
+from tests import worlds
+from tests.started import Command, Started, forked_ranks
 
-ROOT = Path(__file__).parents[1]
+
+def demonstrate(arguments: list[str]) -> int:
+    """Run the demonstration with forks for its commands: starts of Python took most of the time of this test."""
+    sys.argv, make_directory = ["demo", *arguments], demo.make_directory
+    demo.make_directory = lambda out: worlds.run(1, make_directory, out)  # forks would inherit its process group
+    demo.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Command})
+    with forked_ranks():
+        demo.main()
+    return 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.demo", "--out", str(tmp_path / "new")]
-    command += ["--set", "train.steps=12", "save.every=4", "log.every=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    first, last = (float(re.findall(rf"step +{step}/12  loss ([\d.]+)", done.stdout)[-1]) for step in (1, 12))
-    assert last < first - 1, said
-    assert "rank 1 of 2 was killed (SIGKILL)" in said
-    assert re.search(r"resuming from \S*runs/demo/checkpoints/step-0000", said)
-    assert "mesh.tp: 1 before, 2 now" in said
-    assert "all is well" in said
-    assert "S1   FAILS" in said
-    assert "Traceback" not in said
-    assert "Warning" not in done.stderr, done.stderr  # a newcomer's first impression
+    sets = ["--set", "train.steps=12", "save.every=4", "log.every=1"]
+    with Started(["--out", str(tmp_path / "new"), *sets], main=demonstrate) as started:
+        code = started.end(220)
+    output = started.output.replace("\r", "")
+    assert code == 0, output
+    first, last = (float(re.findall(rf"step +{step}/12  loss ([\d.]+)", output)[-1]) for step in (1, 12))
+    assert last < first - 1, output
+    assert "rank 1 of 2 was killed (SIGKILL)" in output
+    assert re.search(r"resuming from \S*runs/demo/checkpoints/step-0000", output)
+    assert "mesh.tp: 1 before, 2 now" in output
+    assert "all is well" in output
+    assert "S1   FAILS" in output
+    assert "Traceback" not in output
+    assert "Warning" not in output, output  # a newcomer's first impression
     run = tmp_path / "new" / "runs" / "demo"
     files = {path.name for path in (run / "export").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files

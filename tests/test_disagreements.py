@@ -1,4 +1,4 @@
-"""What ranks may disagree on: named on all of them, before any work."""
+"""Disagreements between ranks are named on all of them, before any work."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ import meshwright as mw
 from tests import tiny, trials, worlds
 from tests.trials import build, mine
 from tests.words import words
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("disagreed") / "m", "qwen3")
 
 
 def _seeded(source: Path, mesh: dict[str, int]) -> mw.Engine:
@@ -52,94 +47,41 @@ def _made(engine: mw.Engine, documents: Any, length: int = 8, **options: Any) ->
 
 
 def apart(what: str, one: str, zero: str) -> str:
-    """What it is on rank 1, and what on rank 0."""
+    """Return one value on rank 1, another on rank 0."""
     return words(rf"{what}.* {one} on rank 1\b", rf" {zero} on rank 0\b")
 
 
 REPLICAS, FSDP, TP = dict(replicate=2), dict(fsdp=2), dict(tp=2)
-# What differs from rank to rank: the mesh, how the engine is made, what is called then, what is said of it.
+# What differs from rank to rank: the mesh, how the engine is made, the call, the message.
 DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "seed": (REPLICAS, _seeded, _step, apart("seed", "1", "0")),
-    "lr": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "lr", 1e-3, 2e-3),
-        _step,
-        apart(r"\blr\b", r"0\.002", r"0\.001"),
-    ),
-    "function of lr": (
-        FSDP,
-        lambda s, m: _other(s, m, "lr", lambda step: 0.1, lambda step: 0.2),
-        _step,
-        apart(r"\blr\b", r"0\.2", r"0\.1"),
-    ),
-    "weight decay": (
-        FSDP,
-        lambda s, m: _other(s, m, "optimizer", mw.AdamW(weight_decay=0.1), mw.AdamW(weight_decay=0.2)),
-        _step,
-        apart("weight_decay", r"0\.2", r"0\.1"),
-    ),
+    "lr": (REPLICAS, lambda s, m: _other(s, m, "lr", 1e-3, 2e-3), _step, apart(r"\blr\b", r"0\.002", r"0\.001")),
+    "function of lr": (FSDP, lambda s, m: _other(s, m, "lr", lambda step: 0.1, lambda step: 0.2), _step,
+        apart(r"\blr\b", r"0\.2", r"0\.1")),
+    "weight decay": (FSDP, lambda s, m: _other(s, m, "optimizer", mw.AdamW(weight_decay=0.1),
+        mw.AdamW(weight_decay=0.2)), _step, apart("weight_decay", r"0\.2", r"0\.1")),
     "max_norm": (TP, lambda s, m: _other(s, m, "max_norm", 1.0, None), _step, apart("max_norm", "None", r"1\.0")),
-    "gradients that wait on one rank": (
-        FSDP,
-        build,
-        lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(), lambda e: None), _step(e)),
-        words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ", "a step"),
-    ),
-    "axes": (
-        FSDP,
-        lambda s, m: mw.Mesh(**(TP if os.environ["RANK"] == "1" else m)),
-        _step,
-        words("tp=2 on cpu on rank 1", "fsdp=2 on cpu on rank 0"),
-    ),
-    "loss": (
-        FSDP,
-        lambda s, m: _other(s, m, "loss", mw.losses.cross_entropy, mw.losses.squared_error),
-        _step,
-        apart(r"\bloss\b", "squared_error", "cross_entropy"),
-    ),
-    "dtype": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "dtype", torch.float64, torch.float32),
-        _step,
-        apart("dtype", r"torch\.float32", r"torch\.float64"),
-    ),
-    "train": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "train", "**", "layers.*"),
-        _step,
-        apart("train", r"\d+", r"\d+"),
-    ),
-    "memory": (
-        FSDP,
-        lambda s, m: _other(s, m, "memory", mw.MemoryOptions(), mw.MemoryOptions(offload=True)),
-        _step,
-        apart("offload", "True", "False"),
-    ),
-    "context": (
-        REPLICAS,
-        lambda s, m: _other(s, m, "context", mw.ContextParallel(), mw.ContextParallel(attention=1)),
-        _step,
-        apart(r"attention of mw\.ContextParallel", "1", "None"),
-    ),
+    "gradients that wait on one rank": (FSDP, build, lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(),
+        lambda e: None), _step(e)), words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ",
+        "a step")),
+    "axes": (FSDP, lambda s, m: mw.Mesh(**(TP if os.environ["RANK"] == "1" else m)), _step,
+        words("tp=2 on cpu on rank 1", "fsdp=2 on cpu on rank 0")),
+    "loss": (FSDP, lambda s, m: _other(s, m, "loss", mw.losses.cross_entropy, mw.losses.squared_error), _step,
+        apart(r"\bloss\b", "squared_error", "cross_entropy")),
+    "dtype": (REPLICAS, lambda s, m: _other(s, m, "dtype", torch.float64, torch.float32), _step,
+        apart("dtype", r"torch\.float32", r"torch\.float64")),
+    "train": (REPLICAS, lambda s, m: _other(s, m, "train", "**", "layers.*"), _step, apart("train", r"\d+", r"\d+")),
+    "memory": (FSDP, lambda s, m: _other(s, m, "memory", mw.MemoryOptions(), mw.MemoryOptions(offload=True)), _step,
+        apart("offload", "True", "False")),
+    "context": (REPLICAS, lambda s, m: _other(s, m, "context", mw.ContextParallel(), mw.ContextParallel(attention=1)),
+        _step, apart(r"attention of mw\.ContextParallel", "1", "None")),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
-    "calls": (
-        FSDP,
-        build,
-        lambda e: _apart(e, _step, lambda e: e.evaluate(mine(e))),
-        apart("call", "evaluate", "a step"),
-    ),
-    "looks": (
-        FSDP,
-        build,
-        lambda e: _apart(e, lambda e: mw.logprobs(e.model, mine(e)[0]), lambda e: mw.logits(e.model, mine(e)[0])),
-        apart("call", "logits", "logprobs"),
-    ),
-    "data of one data rank": (
-        TP,
-        build,
-        lambda e: mw.logprobs(e.model, tiny.batches(e.model.mesh.rank)[0]),
-        words("ranks 0 and 1", "data rank", "tp=2", "batches"),
-    ),
+    "calls": (FSDP, build, lambda e: _apart(e, _step, lambda e: e.evaluate(mine(e))),
+        apart("call", "evaluate", "a step")),
+    "looks": (FSDP, build, lambda e: _apart(e, lambda e: mw.logprobs(e.model, mine(e)[0]), lambda e: mw.logits(e.model,
+        mine(e)[0])), apart("call", "logits", "logprobs")),
+    "data of one data rank": (TP, build, lambda e: mw.logprobs(e.model, tiny.batches(e.model.mesh.rank)[0]),
+        words("ranks 0 and 1", "data rank", "tp=2", "batches")),
     **{
         f"{name} of one data rank": (
             TP,
@@ -149,61 +91,29 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         )
         for name in ("weight", "advantage")
     },
-    "a bad token on one rank": (
-        FSDP,
-        build,
+    "a bad token on one rank": (FSDP, build,
         lambda e: mw.logprobs(e.model, mw.pack([[1, 999 if e.model.mesh.rank else 2]])),
-        words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "token 999"),
-    ),
-    "batches, and a step": (
-        FSDP,
-        build,
-        lambda e: _apart(e, lambda e: _made(e, DOCUMENTS), _step),
-        apart("call", "a step", "batches"),
-    ),
-    "documents of each rank alone": (
-        FSDP,
-        build,
+        words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "token 999")),
+    "batches, and a step": (FSDP, build, lambda e: _apart(e, lambda e: _made(e, DOCUMENTS), _step),
+        apart("call", "a step", "batches")),
+    "documents of each rank alone": (FSDP, build,
         lambda e: _made(e, DOCUMENTS[e.model.mesh.rank : e.model.mesh.rank + 1]),
-        apart(r"all ranks give the documents of all.*mw\.pack", r"1 document \(.*\)", r"1 document \(.*\)"),
-    ),
-    "length of batches": (
-        FSDP,
-        build,
-        lambda e: _made(e, DOCUMENTS, length=8 - 2 * e.model.mesh.rank),
-        apart("length", "6", "8"),
-    ),
-    "masks": (
-        FSDP,
-        build,
-        lambda e: _made(e, DOCUMENTS, trained=[[0, e.model.mesh.rank, 1, 1], [0, 1, 1]]),
-        apart("trained", r"\d+", r"\d+"),
-    ),
-    "a field": (
-        FSDP,
-        build,
-        lambda e: _made(e, DOCUMENTS, fields={"gain": [[1.0] * 4, [float(e.model.mesh.rank)] * 3]}),
-        apart("field 'gain'", r"\d+", r"\d+"),
-    ),
-    "text on one rank": (
-        FSDP,
-        build,
-        lambda e: _made(e, ["ab"] if e.model.mesh.rank else DOCUMENTS),
-        words("^documents must be lists of token ids") + "|" + words("^rank 1 ", "batches", "token ids, not text"),
-    ),
-    "dtype of an export": (
-        FSDP,
-        build,
+        apart(r"all ranks give the documents of all.*mw\.pack", r"1 document \(.*\)", r"1 document \(.*\)")),
+    "length of batches": (FSDP, build, lambda e: _made(e, DOCUMENTS, length=8 - 2 * e.model.mesh.rank),
+        apart("length", "6", "8")),
+    "masks": (FSDP, build, lambda e: _made(e, DOCUMENTS, trained=[[0, e.model.mesh.rank, 1, 1], [0, 1, 1]]),
+        apart("trained", r"\d+", r"\d+")),
+    "a field": (FSDP, build, lambda e: _made(e, DOCUMENTS, fields={"gain": [[1.0] * 4,
+        [float(e.model.mesh.rank)] * 3]}), apart("field 'gain'", r"\d+", r"\d+")),
+    "text on one rank": (FSDP, build, lambda e: _made(e, ["ab"] if e.model.mesh.rank else DOCUMENTS),
+        words("^documents must be lists of token ids") + "|" + words("^rank 1 ", "batches", "token ids, not text")),
+    "dtype of an export": (FSDP, build,
         lambda e: mw.export(e.model, "nowhere", dtype=torch.bfloat16 if e.model.mesh.rank else None),
-        apart("dtype=", r"torch\.bfloat16", "None"),
-    ),
-    "which": (
-        FSDP,
-        build,
-        lambda e: (e.backward(mine(e)), dict(mw.stream(e.model, "grad" if e.model.mesh.rank else "weight"))),
-        apart("call", r"stream\(which='grad'\)", r"stream\(which='weight'\)"),
-    ),
-}
+        apart("dtype=", r"torch\.bfloat16", "None")),
+    "which": (FSDP, build, lambda e: (e.backward(mine(e)), dict(mw.stream(e.model,
+        "grad" if e.model.mesh.rank else "weight"))),
+        apart("call", r"stream\(which='grad'\)", r"stream\(which='weight'\)")),
+}  # fmt: skip
 
 
 def _ahead(engine: mw.Engine) -> None:
@@ -224,7 +134,7 @@ Disagreed = Callable[[str], list[str]]
 
 
 def groups() -> list[list[str]]:
-    """Those of a mesh share a world, but for ranks that make different meshes."""
+    """Group the cases of a mesh in one world, apart from ranks that make different meshes."""
     of_mesh: dict[str, list[str]] = {}
     for name, (mesh, *_) in DISAGREED.items():
         of_mesh.setdefault("axes" if name == "axes" else trials.named(mesh), []).append(name)
@@ -233,12 +143,12 @@ def groups() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks stand, and nothing may be written."""
+    """Return the working directory of the ranks: no file may appear in it."""
     return tmp_path_factory.mktemp("empty")
 
 
 @pytest.fixture(scope="module")
-def said_of_ranks(source: Path, folder: Path) -> Disagreed:
+def messages_of_ranks(source: Path, folder: Path) -> Disagreed:
     def of(group: Sequence[str]) -> dict[str, list[str]]:
         cases = {name: partial(disagreed, source, *DISAGREED[name][:3], folder) for name in group}
         return worlds.in_turn(trials.world_of(DISAGREED[group[0]][0]), cases)
@@ -247,8 +157,8 @@ def said_of_ranks(source: Path, folder: Path) -> Disagreed:
 
 
 @pytest.mark.parametrize("name", DISAGREED)
-def test_what_ranks_disagree_on_is_named_on_all(said_of_ranks: Disagreed, folder: Path, name: str) -> None:
-    for text in said_of_ranks(name):
+def test_what_ranks_disagree_on_is_named_on_all(messages_of_ranks: Disagreed, folder: Path, name: str) -> None:
+    for text in messages_of_ranks(name):
         assert re.search(DISAGREED[name][3], text), text
     assert not list(folder.iterdir())
 
@@ -273,5 +183,5 @@ def looked_apart(source: Path, mesh: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
 def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
-    found = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
-    assert found == [2 * tiny.LENGTH] * (len(found) // 2) + [0] * (len(found) // 2)
+    result = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
+    assert result == [2 * tiny.LENGTH] * (len(result) // 2) + [0] * (len(result) // 2)

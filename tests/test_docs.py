@@ -7,6 +7,7 @@ import doctest
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,14 +62,14 @@ def test_code_of_the_docs(page: Path) -> None:
 def blocks_of(page: Path) -> list[tuple[int, str]]:
     """The python blocks of a page, each with the number of lines before it."""
     text = page.read_text("utf-8")
-    found = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
-    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
+    result = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match[1]) for match in result]
 
 
 def ranks_of(block: tuple[int, str]) -> int:
     """A block that begins with `# on 2 processes` runs on so many; the others one after the other in one."""
-    found = re.match(r"# on (\d+) processes\n", block[1])
-    return int(found[1]) if found else 1
+    result = re.match(r"# on (\d+) processes\n", block[1])
+    return int(result[1]) if result else 1
 
 
 def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
@@ -78,18 +79,26 @@ def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
         exec(compile("\n" * num_lines + code, name, "exec"), namespace)  # an error names the line of the page
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
-def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
-    """In the order of the page, in a directory that holds what a reader has: this README, and the model it names."""
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds what a reader has: this README, and the models that pages name."""
+    at = tmp_path_factory.mktemp("models")
     for directory, name in SOURCES.items():
-        tiny.directory(tmp_path / directory, name, dtype=torch.bfloat16)
-    tiny.directory(tmp_path / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
-    quantised.directory(tmp_path / "Qwen3-8B", tmp_path / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
-    wide = tiny.directory(tmp_path / "wide", "qwen3", **quantised.SIZES)
-    quantised.in_groups(wide, tmp_path / "Qwen3-8B-NVFP4", "NVFP4")
-    seeing.directory(tmp_path / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
-    tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)
-    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+        tiny.directory(at / directory, name, dtype=torch.bfloat16)
+    tiny.directory(at / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
+    quantised.directory(at / "Qwen3-8B", at / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
+    wide = tiny.directory(at / "wide", "qwen3", **quantised.SIZES)
+    quantised.in_groups(wide, at / "Qwen3-8B-NVFP4", "NVFP4")
+    seeing.directory(at / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
+    tiny.classifier(at / "my-classifier", "qwen3", "Sequence", num_labels=3)
+    (at / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    return at
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
+def test_examples_of_the_docs_run(page: Path, models: Path, tmp_path: Path) -> None:
+    """Blocks run in the order of the page."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     for ranks, blocks in groupby(blocks_of(page), ranks_of):
         worlds.run(ranks, _execute, name_of(page), list(blocks), tmp_path)
 
@@ -104,7 +113,7 @@ def shown(default: object) -> str:
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """As a caller sees it: names and defaults."""
+    """Return the names and defaults that a caller sees."""
     out: list[str] = []
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in out:
@@ -120,8 +129,8 @@ def made_by_users(public: type) -> bool:
     return all(field.default is not MISSING for field in fields(public))
 
 
-def due(name: str) -> Iterator[str]:
-    """What the section of a public name must hold: its signature, its arguments, what a caller reaches by it."""
+def expected_of(name: str) -> Iterator[str]:
+    """Return the entries of the section of a public name: its signature, its arguments, its fields and methods."""
     public = getattr(mw, name)
     if isinstance(public, ModuleType):
         functions = {k: v for k, v in vars(public).items() if isinstance(v, FunctionType)}
@@ -138,10 +147,10 @@ def due(name: str) -> Iterator[str]:
 
 
 def section(name: str) -> str:
-    """From the heading of a name to the next one."""
-    found = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    assert found, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
-    return found[0]
+    """Return the text from the heading of a name to the next one."""
+    result = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert result, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
+    return result[0]
 
 
 @pytest.mark.parametrize("name", mw.__all__)
@@ -152,7 +161,7 @@ def test_all_that_is_public_is_in_the_reference(name: str) -> None:
         assert f"| `mw.{name}` | {bases} |" in REFERENCE.read_text("utf-8")
         return
     text = section(name)
-    lacking = [what for what in due(name) if what not in text]
+    lacking = [what for what in expected_of(name) if what not in text]
     assert not lacking, f"the section of mw.{name} in {REFERENCE.name} lacks {lacking}"
 
 
@@ -161,7 +170,7 @@ def test_the_reference_speaks_of_nothing_else() -> None:
     assert named == set(mw.__all__)
 
 
-def test_a_missing_argument_is_seen() -> None:
+def test_a_missing_argument_is_reported() -> None:
     def load(source: str, *, head: str = "lm", new: int | None = None) -> None: ...
 
     assert signature(load) == '(source, *, head="lm", new=None)'
@@ -169,8 +178,8 @@ def test_a_missing_argument_is_seen() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_of_peers(tmp_path: Path) -> None:
-    """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers alike."""
+def test_quotes_of_peers(tmp_path: Path) -> None:
+    """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers."""
     import transformers
 
     page = (DOCS / "peers.md").read_text("utf-8")
@@ -184,7 +193,7 @@ def test_what_is_said_of_peers(tmp_path: Path) -> None:
 
 
 def _coarse(text: str) -> list[str]:
-    """Without the digits that rounding decides; the first line names versions of what need not be the same."""
+    """Drop the digits that rounding decides, and the first line, which names versions."""
     return [re.sub(r"\d(e[+-]\d)\d", r"\1", line) for line in text.splitlines()[1:]]
 
 
@@ -196,7 +205,7 @@ def test_links_and_files_of_the_docs(page: Path) -> None:
         assert target.exists(), f"{name_of(page)} links to {link}, which is not there"
         assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}#{anchor}, no such heading"
     for path in set(re.findall(r"`(\w+/\w+\.py)`", text)):
-        there = [(ROOT / room / path).is_file() for room in ("", "meshwright", "tests")]
+        there = [(ROOT / folder / path).is_file() for folder in ("", "meshwright", "tests")]
         assert any(there), f"{name_of(page)} speaks of {path}, which is not there"
 
 
@@ -231,7 +240,7 @@ def test_the_index_names_every_page() -> None:
 @pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.over_tokens, 2)], ids=["pack", "over_tokens"])
 def test_examples_of_docstrings(function: Any, num: int) -> None:
     globs = {"pack": mw.pack, "over_tokens": mw.over_tokens}
-    found = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
-    results = [doctest.DocTestRunner().run(test) for test in found]
+    result = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
+    results = [doctest.DocTestRunner().run(test) for test in result]
     assert (sum(r.attempted for r in results), sum(r.failed for r in results)) == (num, 0)
     assert sum(r.failed for r in results) == 0

@@ -1,4 +1,4 @@
-"""Where an export may appear, what lies beside its source, and what it may hold."""
+"""Places and contents of an export, and files next to its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.test_weights import same_files
 from tests.words import words
 
 
-def test_export_beside_a_link_to_nothing(tmp_path: Path) -> None:
+def test_export_next_to_a_broken_link(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
     (source / "tokenizer.json").symlink_to(tmp_path / "gone.json")
     with pytest.raises(RankError, match=words("ExportError", r"tokenizer\.json", r"\blink\b")):
@@ -57,8 +57,8 @@ def test_small_files_are_those_that_the_model_was_loaded_with(tmp_path: Path) ->
     (source / "tokenizer.json").write_text('{"added_tokens": []}')
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    [told] = worlds.run(1, changed_after_loading, source, tmp_path / "out")
-    assert re.search(words(r"m/tokenizer\.json", "has changed", "load the model again"), told)
+    [message] = worlds.run(1, changed_after_loading, source, tmp_path / "out")
+    assert re.search(words(r"m/tokenizer\.json", "has changed", "load the model again"), message)
     whole = tmp_path / "out" / "source"
     for name in ("changed", "removed", "large"):
         same_files(whole, tmp_path / "out" / name)
@@ -70,9 +70,9 @@ def test_small_files_are_those_that_the_model_was_loaded_with(tmp_path: Path) ->
 
 def test_export_where_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(RankError, match=words("ExportError", r"/here\b", "working directory")):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(RankError, match=words("ExportError", r"/work\b", "working directory")):
         worlds.run(1, export_into, source, Path())
 
 
@@ -91,7 +91,7 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_link_that_moves_on(tmp_path: Path) -> None:
-    """What is exported with the weights of one step is not the tokenizer of another."""
+    """An export never mixes the weights of one step with the tokenizer of another."""
     for step in "AB":
         (tiny.directory(tmp_path / step, "qwen3") / "tokenizer.json").write_text(step)
     (tmp_path / "latest").symlink_to(tmp_path / "A")
@@ -120,9 +120,9 @@ def test_a_tied_head_stored_twice_in_two_dtypes(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     worlds.run(1, trained_and_loaded_again, source, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["lm_head.weight"].bfloat16(), found["model.embed_tokens.weight"])
-    assert not torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
+    result = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(result["lm_head.weight"].bfloat16(), result["model.embed_tokens.weight"])
+    assert not torch.equal(result["lm_head.weight"], tensors["lm_head.weight"])
 
 
 def trained_and_loaded_again(source: Path, out: Path) -> None:

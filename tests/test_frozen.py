@@ -1,4 +1,4 @@
-"""What is not trained stays in the dtype of its files, and changes no number."""
+"""Frozen parameters stay in the dtype of their files, and change no number."""
 
 from __future__ import annotations
 
@@ -68,37 +68,37 @@ CASES = parts.every(
 )
 
 
-def told_by(model: mw.Model, out: Path) -> dict[str, Any]:
+def outputs_of(model: mw.Model, out: Path) -> dict[str, Any]:
     """All that a run says, and what it writes."""
     batches = tiny.batches(model.mesh.data_rank)
     engine = mw.Engine(model, lr=1e-2)
-    said = {"logits": mw.logits(model, batches[0]), "logprobs": mw.logprobs(model, batches[0])}
+    message = {"logits": mw.logits(model, batches[0]), "logprobs": mw.logprobs(model, batches[0])}
     assert mw.check_weights(model).ok
-    loss, said["grad"] = engine.backward(batches), mw.gather(model, "grad")
+    loss, message["grad"] = engine.backward(batches), mw.gather(model, "grad")
     billed, held = stored_bytes(engine), {s.what: 0 for s in model.need().stored()}
     norm = engine.update()
     for each in model.need().stored(model.mesh.rank):
         held[each.what] += each.num_bytes
     assert {**billed, "moments": engine.optimizer.num_bytes} == {what: held[what] for what in (*billed, "moments")}
-    said |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
+    message |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
     assert mw.check_weights(model, [n for n in model.pieces if n not in model.trainable]).ok
     mw.export(model, out)
-    return said
+    return message
 
 
 def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.dtype]]:
-    """With frozen parameters as in the files, and as wide as the trained ones."""
+    """Run with frozen parameters in the dtype of the files, then in that of trained ones."""
     load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, memory=case.memory)
     model = load(train=SOME[case.name])
     dtypes = {name: tensor.dtype for name, tensor in model.stored().items()}
     assert {dtypes[name] for name in model.trainable} == {torch.promote_types(case.dtype, F32)}
-    narrow = told_by(model, out / "narrow")
+    narrow = outputs_of(model, out / "narrow")
     with pytest.MonkeyPatch.context() as patch:
         as_trained = functools.partialmethod(_all_wide, Blueprint.stored_dtypes)
         patch.setattr(Blueprint, "stored_dtypes", as_trained)
         model = load(train=SOME[case.name])
         assert {t.dtype for t in model.stored().values()} == {torch.promote_types(case.dtype, F32)}
-        return narrow, told_by(model, out / "wide"), dtypes
+        return narrow, outputs_of(model, out / "wide"), dtypes
 
 
 def _all_wide(self: Blueprint, stored_dtypes: Any, compute: torch.dtype, trained: Any) -> dict[str, torch.dtype]:
@@ -118,8 +118,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Any]:
     def run(group: Any) -> Any:
         mesh = dict(by_name[group[0]].mesh)
         acts = {c: functools.partial(both, by_name[c], sources[by_name[c].name], at / f"out-{c}") for c in group}
-        found = worlds.in_turn(trials.world_of(mesh), acts, seconds=120)
-        return {case: (found[case], at / f"out-{case}") for case in group}
+        result = worlds.in_turn(trials.world_of(mesh), acts, seconds=120)
+        return {case: (result[case], at / f"out-{case}") for case in group}
 
     return worlds.Shared(groups, run)
 
@@ -166,11 +166,11 @@ def test_the_widest_of_its_keys(tmp_path: Path) -> None:
     tensors[one] = tensors[one].half()  # nothing narrower holds both
     tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
     save_file(tensors, source / "model.safetensors")
-    found = worlds.run(2, functools.partial(stored_of, head="value", train="layers.2.*"), source, dict(fsdp=2))[0]
-    wide = {name for name, (dtype, _) in found.items() if dtype == F32 and not name.startswith("layers.2.")}
+    result = worlds.run(2, functools.partial(stored_of, head="value", train="layers.2.*"), source, dict(fsdp=2))[0]
+    wide = {name for name, (dtype, _) in result.items() if dtype == F32 and not name.startswith("layers.2.")}
     assert wide == {"layers.0.mlp.experts.down", "layers.1.mlp.gate_up.weight", "head.weight"}
-    assert found["head.norm.weight"][0] == torch.float16
-    assert {dtype for name, (dtype, _) in found.items() if name.startswith("layers.2.")} == {F32}
+    assert result["head.norm.weight"][0] == torch.float16
+    assert {dtype for name, (dtype, _) in result.items() if name.startswith("layers.2.")} == {F32}
 
 
 def test_float64_is_frozen_as_it_is(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_float64_is_frozen_as_it_is(tmp_path: Path) -> None:
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].double()}, source / "model.safetensors")
     with pytest.raises(mw.MismatchedKey, match=r"\bF64\b"):
         mw.load(source, train=[])
-    [found] = worlds.run(1, functools.partial(stored_of, dtype=F64, train=[]), source, {})
-    assert {name for name, (dtype, _) in found.items() if dtype == F64} == {"head.norm.weight"}
-    assert {dtype for dtype, _ in found.values()} == {F32, F64}
+    [result] = worlds.run(1, functools.partial(stored_of, dtype=F64, train=[]), source, {})
+    assert {name for name, (dtype, _) in result.items() if dtype == F64} == {"head.norm.weight"}
+    assert {dtype for dtype, _ in result.values()} == {F32, F64}
 
 
 def drawn(source: Path) -> set[torch.dtype]:
@@ -204,16 +204,16 @@ def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) ->
     import examples.phi3  # noqa: F401 - registers the family
 
     source = tiny.directory(tmp_path / "m", "phi3", dtype=BF16)
-    found = worlds.run(2, unrounded, source)[0]
-    assert all(torch.equal(found[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
-    assert found["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
-    assert found["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16
+    result = worlds.run(2, unrounded, source)[0]
+    assert all(torch.equal(result[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
+    assert result["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
+    assert result["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16
 
 
 @pytest.mark.parametrize("recompute", parts.every(2, ["full", "none"]))
 def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
     """Backward ends at the first layer with something to train, and gathers nothing before it."""
-    source, mesh = tiny.directory(tmp_path / "it", "qwen3_moe"), dict(fsdp=2, tp=2, ep=2)
+    source, mesh = tiny.directory(tmp_path / "m", "qwen3_moe"), dict(fsdp=2, ep=2)
     trial = trials.trial(source, mesh).with_options(
         train=["layers.1.*", "head.*"], memory=mw.MemoryOptions(recompute=recompute)
     )
@@ -241,7 +241,8 @@ BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.MemoryOptions]] = {
 def apart_from_the_bill(
     source: Path, mesh: dict[str, int], train: list[str], memory: mw.MemoryOptions
 ) -> dict[Any, Any]:
-    """What a step sends, and the bill says otherwise: by operation and ranks, how often and as the bill has it."""
+    """Return the collectives of a step that differ from the bill, by operation and ranks: how often, and the count on
+    the bill."""
     sees, size = "vl" in source.name, {"context": mw.ContextParallel(attention=1)} if "cp" in mesh else {}
     model = mw.init(source, trials.mesh_of(mesh), dtype=F32, train=train, memory=memory, tower=sees, **size)
     engine = mw.Engine(model, lr=1e-3, router_aux="previous")
@@ -257,7 +258,7 @@ def apart_from_the_bill(
 
 
 def test_gradients_begin_at_a_door(tmp_path: Path) -> None:
-    """In the part in which gradients begin, backward passes the doors behind what is trained, and no other."""
+    """Backward passes only the doors behind trained parameters."""
     sources = {
         name: (seeing if "vl" in name else tiny).directory(tmp_path / name, name)
         for name in {name for name, *_ in BEGINS.values()}

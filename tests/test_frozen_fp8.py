@@ -19,7 +19,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.weights import chosen, frozen_scales
 from tests import parts, quantised, tiny, trials, worlds
-from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, same, told_by
+from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, outputs_of, same
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 TRAINED = {**SOME, "qwen3_5_moe": ["layers.*.mixer.qkv*", "layers.1.mlp.experts.down", "layers.2.*", "head.*"]}
@@ -46,12 +46,12 @@ def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str,
     stored = model.stored()
     codes = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8}
     assert codes == model.numbers & stored.keys()
-    narrow = told_by(model, out / "narrow")
+    narrow = outputs_of(model, out / "narrow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
         model = load(train=TRAINED[case.name])
         assert not any(t.dtype == torch.uint8 for t in model.stored().values())
-        return narrow, told_by(model, out / "wide"), codes
+        return narrow, outputs_of(model, out / "wide"), codes
 
 
 def form_of(name: str) -> quantised.Format:

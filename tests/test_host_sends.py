@@ -36,28 +36,28 @@ def numbers(rank: int, dtype: torch.dtype, num: int = NUM) -> Tensor:
 def gathers(size: int) -> None:
     group = world(size)
     for dtype in (torch.float64, torch.bfloat16, torch.uint8):
-        due, mine = torch.cat([numbers(rank, dtype) for rank in range(size)]), numbers(group.rank(), dtype)
-        out = torch.zeros_like(due)
-        all_gather_into(out, mine, group)
-        assert torch.equal(out, due)
-        in_place = torch.zeros_like(due)
+        expected, local = torch.cat([numbers(rank, dtype) for rank in range(size)]), numbers(group.rank(), dtype)
+        out = torch.zeros_like(expected)
+        all_gather_into(out, local, group)
+        assert torch.equal(out, expected)
+        in_place = torch.zeros_like(expected)
         place = in_place.chunk(size)[group.rank()]
-        place.copy_(mine)
+        place.copy_(local)
         all_gather_into(in_place, place, group)
-        assert torch.equal(in_place, due)
+        assert torch.equal(in_place, expected)
 
 
 def sums(size: int) -> None:
     group = world(size)
     for dtype in (torch.float32, torch.bfloat16):
         everybodys = [numbers(rank, dtype, NUM * size) for rank in range(size)]
-        due = everybodys[0].clone()
+        expected = everybodys[0].clone()
         for other in everybodys[1:]:
-            due += other
-        out, mine = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
-        reduce_scatter_into(out, mine, group)
-        assert torch.equal(out, due.chunk(size)[group.rank()])
-        assert torch.equal(mine, everybodys[group.rank()]), "what is summed stays as it was"
+            expected += other
+        out, local = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
+        reduce_scatter_into(out, local, group)
+        assert torch.equal(out, expected.chunk(size)[group.rank()])
+        assert torch.equal(local, everybodys[group.rank()]), "what is summed stays as it was"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -84,8 +84,8 @@ def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     with Recorder() as recorder:
         all_gather_into(whole, whole[:NUM].clone(), group)
         reduce_scatter_into(torch.empty(NUM), whole, group)
-    found = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.collectives]
-    assert found == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
+    result = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.collectives]
+    assert result == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
 
 class Interrupted:
@@ -102,7 +102,7 @@ class Interrupted:
 
 @worlds.world(2)
 def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
-    """What nobody holds any more when it comes would stop gloo."""
+    """A tensor without a receiver would stop gloo."""
     group = world(2)
     if group.rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +118,8 @@ def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
 
 @worlds.world(2)
 def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sum of three pieces, after the first is sent. What was left behind would come in the place of the next."""
+    """A sum has three pieces, and the interrupt follows the first. A leftover piece would arrive as part of the next
+    sum."""
     group, real = world(2), dist.isend
     monkeypatch.setattr(local_collectives, "_PIECE", 3)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background

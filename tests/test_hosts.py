@@ -24,10 +24,10 @@ TIMEOUT_S = 10.0  # on a busy machine a rank may not run for some seconds
 def hosts() -> Iterator[Hosts]:
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(two_hosts())
+            result = stack.enter_context(two_hosts())
         except OSError as error:
             pytest.skip(f"neither network namespaces nor a second address of the loopback device: {error}")
-        yield found
+        yield result
 
 
 def run_of(at: Path) -> Path:
@@ -41,12 +41,12 @@ def run_of(at: Path) -> Path:
 
 
 def started(stack: ExitStack, hosts: Hosts, arguments: list[str], max_restarts: int = 0) -> tuple[Started, Started]:
-    """On both, with steps made."""
+    """Start both, and wait for some steps."""
     stack.enter_context(forked_ranks())
     first, second = (
         stack.enter_context(hosts.start(number, arguments, max_restarts=max_restarts)) for number in (0, 1)
     )
-    first.until(lambda: re.search("step +5/", first.said))
+    first.until(lambda: re.search("step +5/", first.output))
     return first, second
 
 
@@ -57,18 +57,18 @@ def test_two_hosts_and_a_restart(tmp_path: Path, hosts: Hosts) -> None:
     with ExitStack() as stack:
         first, second = started(stack, hosts, ["train", str(path)], max_restarts=1)
         os.kill(second.ranks[0], signal.SIGKILL)
-        assert [host.end() for host in (first, second)] == [0, 0], first.said[-3000:] + second.said[-3000:]
+        assert [host.end() for host in (first, second)] == [0, 0], first.output[-3000:] + second.output[-3000:]
     assert [line["from"] for line in lines(tmp_path, "start")] == [0, 4]
-    found = losses(tmp_path)
+    result = losses(tmp_path)
     (tmp_path / "out").rename(tmp_path / "hosts")
     on_mesh(path, {"fsdp": 2})
-    assert found == losses(tmp_path)
+    assert result == losses(tmp_path)
     assert (tmp_path / "hosts" / "export" / "config.json").is_file()
 
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off(tmp_path: Path, hosts: Hosts) -> None:
-    """Both end by themselves, soon; each names the ranks that it has lost; no process stays."""
+    """Both hosts end soon by themselves and name the lost ranks; no process stays."""
     path, ends = run_of(tmp_path), {}
     with ExitStack() as stack:
         command = ["train", str(path), "--set", "train.steps=2000", "save.every=2000"]
@@ -82,8 +82,8 @@ def test_a_host_that_is_cut_off(tmp_path: Path, hosts: Hosts) -> None:
     assert max(seconds for _, seconds in ends.values()) < TIMEOUT_S + 15, ends
     assert len(ranks) == 2
     assert gone(ranks, 1)
-    assert "meshwright: rank 1: no sign of life" in first.said
-    assert "Lost or out of reach: rank 0, on other machines" in second.said or not hosts.both[1].namespace
+    assert "meshwright: rank 1: no sign of life" in first.output
+    assert "Lost or out of reach: rank 0, on other machines" in second.output or not hosts.both[1].namespace
     why = (tmp_path / "out" / "failure.txt").read_text()
     assert why.startswith("rank 0 failed: rank 1: no sign of life"), why
-    assert f"is in {tmp_path / 'out' / 'failure.txt'}" in first.said
+    assert f"is in {tmp_path / 'out' / 'failure.txt'}" in first.output

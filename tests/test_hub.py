@@ -1,4 +1,4 @@
-"""Hub ids: downloaded once a node, then found by the others; whatever fails is an error of our own on every rank."""
+"""A hub id is downloaded once a node. Every failure is an error of the package on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.words import words
 
 
 def fetched(at: Path, log: Path, mesh: dict[str, int]) -> tuple[int, int]:
-    """Load by hub id, with a hub that notes who asked for what; collectives and bytes read."""
+    """Load by hub id, with a hub that records its calls; return collectives and bytes read."""
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         with log.open("a") as out:
@@ -35,8 +35,8 @@ def fetched(at: Path, log: Path, mesh: dict[str, int]) -> tuple[int, int]:
 
 def test_first_process_of_a_node_fetches_first(tmp_path: Path) -> None:
     at = tiny.directory(tmp_path / "m", "qwen3")
-    found = worlds.run(2, fetched, at, tmp_path / "log", dict(fsdp=2))
-    assert all(num_bytes > 0 for _, num_bytes in found)
+    result = worlds.run(2, fetched, at, tmp_path / "log", dict(fsdp=2))
+    assert all(num_bytes > 0 for _, num_bytes in result)
     assert (tmp_path / "log").read_text().splitlines() == [
         "0 org/tiny True", "1 org/tiny True", "0 org/tiny False", "1 org/tiny False",
     ]  # fmt: skip
@@ -59,9 +59,9 @@ def failing(bad_rank: str) -> str:
 
 @pytest.mark.parametrize("bad_rank", ["0", "1"])
 def test_all_ranks_fail_together(bad_rank: str) -> None:
-    found = worlds.run(2, failing, bad_rank, seconds=20)
-    assert re.search(words("org/tiny", r"\bhub\b", "HF_HUB_OFFLINE"), found[int(bad_rank)]), found
-    assert re.search(words("org/tiny", rf"\brank {bad_rank}\b"), found[1 - int(bad_rank)]), found
+    result = worlds.run(2, failing, bad_rank, seconds=20)
+    assert re.search(words("org/tiny", r"\bhub\b", "HF_HUB_OFFLINE"), result[int(bad_rank)]), result
+    assert re.search(words("org/tiny", rf"\brank {bad_rank}\b"), result[1 - int(bad_rank)]), result
 
 
 def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:

@@ -1,4 +1,4 @@
-"""What a layer keeps of its products for the run in backward: what that wants, and no more."""
+"""A layer keeps only those products that its backward needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rand(seed: int = 0) -> Tensor:
 
 
 def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
-    """What is kept of it, and gradients."""
+    """Return the products kept, and gradients."""
     kept = SavedResults(ops, (MUL,))
     with kept.record(), recompute_saved_tensors(run, args, kept.replay, kept.mark_saved):
         y = run(*args)
@@ -33,22 +33,22 @@ def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
 def test_only_what_is_saved_afterwards_is_kept():
     """The first product is, for the sine wants it; not the last one."""
     x, w = rand(), rand(1)
-    held, found = ran(lambda x, w: (x @ w).sin() @ w, x, w)
+    held, result = ran(lambda x, w: (x @ w).sin() @ w, x, w)
     assert [each.op for each in held] == [MM]
     y, v = (t.detach().requires_grad_() for t in (x, w))
     ((y @ v).sin() @ v).sum().backward()
-    assert [torch.equal(*pair) for pair in zip(found, (y.grad, v.grad), strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(result, (y.grad, v.grad), strict=True)] == [True, True]
 
 
 def test_what_goes_into_another_alone_is_not_kept():
-    """A partial sum is not, beside the sum: its shape stands for it."""
+    """A partial sum is not kept when its sum is: its shape is enough."""
     x = rand()
-    held, found = ran(lambda x: Twice.apply(x.neg()).sin(), x, ops=(NEG, MUL))
+    held, result = ran(lambda x: Twice.apply(x.neg()).sin(), x, ops=(NEG, MUL))
     assert [each.out.device.type for each in held] == ["meta", "cpu"]
     assert held[0].out.untyped_storage().nbytes() <= 8
     y = x.detach().requires_grad_()
     (2 * y.neg()).sin().sum().backward()
-    assert torch.equal(found[0], y.grad)
+    assert torch.equal(result[0], y.grad)
 
 
 class Twice(torch.autograd.Function):
@@ -66,11 +66,11 @@ class Twice(torch.autograd.Function):
 def test_a_factor_of_another_product_is_kept():
     """Its gradient wants it."""
     x, w = rand(), rand(1)
-    held, found = ran(lambda x, w: (x @ w @ w).sin(), x, w)
+    held, result = ran(lambda x, w: (x @ w @ w).sin(), x, w)
     assert [each.out.device.type for each in held] == ["cpu", "cpu"]
     y, v = (t.detach().requires_grad_() for t in (x, w))
     (y @ v @ v).sin().sum().backward()
-    assert [torch.equal(*pair) for pair in zip(found, (y.grad, v.grad), strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(result, (y.grad, v.grad), strict=True)] == [True, True]
 
 
 def test_one_that_is_wanted_after_all_is_not_made_up():
@@ -86,8 +86,8 @@ def test_one_that_is_wanted_after_all_is_not_made_up():
 
 def test_several_results_of_one_operation():
     x = rand()
-    _, found = ran(lambda x: x.sort(0)[0].sin(), x, ops=(SORT,))
-    assert torch.equal(found[0], x.detach().cos())
+    _, result = ran(lambda x: x.sort(0)[0].sin(), x, ops=(SORT,))
+    assert torch.equal(result[0], x.detach().cos())
 
 
 def test_one_that_was_written_into_is_refused():

@@ -43,25 +43,25 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     return os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "told"), "WAITS": "",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "args"), "WAITS": "",
         "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "x[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
     }  # fmt: skip
 
 
 def test_slurm(slurm: dict[str, str]) -> None:
-    """A torchrun of each node, with arguments that it knows; and a file of the run must be given."""
+    """A torchrun of each node, with arguments that it knows; and a run file is required."""
     script = str(FILES / "slurm.sh")
     assert "file of the run" in subprocess.run(["bash", script], capture_output=True, text=True, check=False).stderr
     subprocess.run(["bash", script, "a run.toml"], env=slurm, check=True, timeout=20)
-    told = sorted(Path(slurm["TOLD"]).read_text().splitlines())
-    for number, line in enumerate(told):
-        given = parse_args(line.replace("a run.toml", "run.toml").split())
-        assert (given.nnodes, given.node_rank, given.nproc_per_node) == ("2", number, "8")
-        assert (given.master_addr, given.master_port, given.shutdown_timeout) == ("first", 20123, 570)
-        assert "SIGUSR1" in given.signals_to_handle
-        assert (given.training_script, given.training_script_args) == ("meshwright", ["train", "run.toml"])
+    message = sorted(Path(slurm["TOLD"]).read_text().splitlines())
+    for number, line in enumerate(message):
+        args = parse_args(line.replace("a run.toml", "run.toml").split())
+        assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", number, "8")
+        assert (args.master_addr, args.master_port, args.shutdown_timeout) == ("first", 20123, 570)
+        assert "SIGUSR1" in args.signals_to_handle
+        assert (args.training_script, args.training_script_args) == ("meshwright", ["train", "run.toml"])
         assert line.endswith("train a run.toml")
-    assert len(told) == 2
+    assert len(message) == 2
 
 
 def test_slurm_before_the_time_limit(slurm: dict[str, str]) -> None:
@@ -80,18 +80,18 @@ def test_kubernetes() -> None:
     job = yaml.safe_load((FILES / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     command = job["spec"]["trainer"]["command"]
-    given = parse_args(command[1:])
-    assert (command[0], given.training_script, given.max_restarts) == ("torchrun", "meshwright", 0)
+    args = parse_args(command[1:])
+    assert (command[0], args.training_script, args.max_restarts) == ("torchrun", "meshwright", 0)
     [patch] = job["spec"]["runtimePatches"]
     [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > given.shutdown_timeout
+    assert pod["terminationGracePeriodSeconds"] > args.shutdown_timeout
     [container] = pod["containers"]
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
 def test_ray() -> None:
-    """What it takes of meshwright is there."""
+    """Every import of meshwright in the file exists."""
     tree = ast.parse((FILES / "ray_train.py").read_text())
     taken = {ast.unparse(each) for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
     assert {"mw.Trainer", "mw.train.read", "config.mesh.world", "config.launch.timeout_s"} <= taken
@@ -100,23 +100,23 @@ def test_ray() -> None:
 
 
 def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From SLURM and from the launcher is once. Another one, or later, ends the process."""
+    """A signal of both SLURM and the launcher counts once. Another one, or a later one, ends the process."""
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    asked = stop.Stop()
-    asked.ask(signal.SIGUSR1)
-    asked.ask(signal.SIGUSR1)
-    assert (asked.signal, left) == (signal.SIGUSR1, [])
-    asked.ask(signal.SIGTERM)
+    requested = stop.Stop()
+    requested.ask(signal.SIGUSR1)
+    requested.ask(signal.SIGUSR1)
+    assert (requested.signal, left) == (signal.SIGUSR1, [])
+    requested.ask(signal.SIGTERM)
     monkeypatch.setattr(stop, "_SAME_SIGNAL_S", 0.0)
-    asked.ask(signal.SIGUSR1)
+    requested.ask(signal.SIGUSR1)
     assert left == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
 
 
 def test_restarts_that_would_meet_old_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of torchrun with a store that outlives its ranks: refused before anything is done."""
+    """torchrun's restarts with a store that outlives the ranks are refused before any work."""
     chats(tmp_path / "chats.jsonl")
     config = mw.train.read(file_of(tmp_path, source(tmp_path / "m", "qwen3_tied")))
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}.items():

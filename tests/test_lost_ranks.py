@@ -39,11 +39,6 @@ BEAT_S = 0.4
 SOON_S = TIMEOUT_S + 5.0  # a busy machine is slow to start processes
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("lost") / "m", "qwen3")
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", BEAT_S)
@@ -52,7 +47,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Outcome:
-    said: str  # by the error of a survivor
+    output: str  # by the error of a survivor
     cause: str
     seconds: float  # from the first step's end to the error
     left_s: float  # to leave the process groups
@@ -185,7 +180,7 @@ def out_of_memory(engine: mw.Engine) -> None:
 
 
 def ends_between_steps(engine: mw.Engine) -> None:
-    """As the interpreter leaves it when nobody catches an error of the user's own loop."""
+    """Exit like the interpreter after an uncaught error of the user's loop."""
     sys.last_value = KeyError("label")
     assert heartbeat.position.watch is not None
     heartbeat.position.watch.leave()
@@ -226,19 +221,19 @@ TRIED = parts.every(3, LOST)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "harm", "told", "at_once"),
+    ("mesh", "harm", "message", "at_once"),
     [case[1:] for case in TRIED],
     ids=[f"{case[0]}, {trials.named(case[1])}" for case in TRIED],
 )
 def test_every_other_rank_names_it(
-    source: Path, tmp_path: Path, mesh: dict[str, int], harm: Any, told: list[str], at_once: bool
+    source: Path, tmp_path: Path, mesh: dict[str, int], harm: Any, message: list[str], at_once: bool
 ) -> None:
     size = trials.world_of(mesh)
-    found = survive(size, size - 1, tmp_path, trained, source, mesh, harm, size - 1)
+    result = survive(size, size - 1, tmp_path, trained, source, mesh, harm, size - 1)
     for rank in range(size - 1):
-        outcome = found[rank]
-        for pattern in told:
-            assert re.search(pattern, outcome.said), outcome
+        outcome = result[rank]
+        for pattern in message:
+            assert re.search(pattern, outcome.output), outcome
         assert outcome.seconds < (SOON_S - TIMEOUT_S if at_once else SOON_S)
         assert outcome.left_s < 2
 
@@ -259,7 +254,7 @@ def test_a_hook_that_fsdp_calls_is_no_waiting(inner: list[str], place: tuple[str
 
 
 def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
-    """As without torchrun: the store dies with rank 0."""
+    """The store dies with rank 0 if there is no torchrun."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
     return trained(source, TP, harm, victim=0)
 
@@ -270,8 +265,8 @@ def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Call
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     outcome = survive(2, 0, tmp_path, keeps_the_store, source, at_a_door("layers.1.mixer.enter", 2, act), port)[1]
-    assert re.search(r"rank 0: .*\bstore\b", outcome.said), outcome
-    assert re.search(rf"rank 1: .*layers\.1\.mixer\.enter, forward {MICRO}", outcome.said), outcome
+    assert re.search(r"rank 0: .*\bstore\b", outcome.output), outcome
+    assert re.search(rf"rank 1: .*layers\.1\.mixer\.enter, forward {MICRO}", outcome.output), outcome
     assert outcome.seconds < SOON_S
 
 
@@ -313,7 +308,7 @@ def test_run_ranks_says_where_all_stand(source: Path) -> None:
         run_ranks(2, lost_under_run_ranks, source, in_the_loss(1, killed), seconds=20)
 
 
-def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "here", pid: int = 1) -> Heartbeat:
+def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "host", pid: int = 1) -> Heartbeat:
     return Heartbeat(state, place, "step 7", still_s, beat, home, pid)
 
 
@@ -324,7 +319,7 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
     after[78] = at(RAISED, "ValueError: no", 13.0)
     after[79], after[80] = at(WORKS, "train.py:3 in next, after the loss", 14.0, 8.0), None
     after[81] = at(LEFT, "after the norm", 12.0)
-    said = diagnose(before, after, "here", 600.0)
+    message = diagnose(before, after, "host", 600.0)
     in_this_order = (
         r"rank 80: .*join",
         r"rank 77: .*\bsign of life\b.*\bafter the norm\b.*\bstep 7\b.*\b5 s\b",
@@ -334,19 +329,19 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
         r"ranks 0-76, 82-4095: .*\bthe norm\b.*\bstep 7\b.*\b8 s\b",
         r"timeout_s=600\b",
     )
-    assert re.match(".*".join(in_this_order), said), said
-    assert len(said) < 800
+    assert re.match(".*".join(in_this_order), message), message
+    assert len(message) < 800
 
 
 def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=os.getpid())}
-    assert re.search(r"no sign of life\b.*\bprocess runs", diagnose(silent, silent, "here", 1.0))
+    assert re.search(r"no sign of life\b.*\bprocess runs", diagnose(silent, silent, "host", 1.0))
     gone = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     gone.start()
     assert gone.pid is not None
     gone.join()
     silent = {0: at(WORKS, "x", pid=gone.pid)}
-    assert re.search(r"\bdied\b.*\bprocess\b", diagnose(silent, silent, "here", 1.0))
+    assert re.search(r"\bdied\b.*\bprocess\b", diagnose(silent, silent, "host", 1.0))
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
     nameless = {0: at(WORKS, "x", home="", pid=gone.pid)}  # the table of processes has no name: it may be any machine's
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(nameless, nameless, "", 1.0))
@@ -359,9 +354,9 @@ def test_who_keeps_the_store(agent: str, keeper: str, monkeypatch: pytest.Monkey
     """No torchrun where our own launcher started the ranks."""
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": agent, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    watch = SimpleNamespace(rank=1, size=2, _elsewhere=lambda: "", _ask=lambda found: None)
-    said = heartbeat.Watch.diagnosis(watch)  # type: ignore[arg-type] # a store that does not answer
-    assert re.match(f"{keeper}: no answer from the store", said), said
+    watch = SimpleNamespace(rank=1, size=2, _elsewhere=lambda: "", _ask=lambda result: None)
+    message = heartbeat.Watch.diagnosis(watch)  # type: ignore[arg-type] # a store that does not answer
+    assert re.match(f"{keeper}: no answer from the store", message), message
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
@@ -370,13 +365,13 @@ def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(name: str, mon
     for each in every:
         monkeypatch.setenv(each, "")  # so that what is set below is taken back
         monkeypatch.delenv(each)
-    monkeypatch.setenv(name, "/here/rank_")
+    monkeypatch.setenv(name, "/logs/rank_")
     assert mesh_module._record(torch.device("cpu")) == ""
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
-    told = mesh_module._record(torch.device("cuda", 0))
-    assert "/here/rank_*" in told
-    found = {each: os.environ[each] for each in every if each in os.environ}
-    assert found == {name: "/here/rank_", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    message = mesh_module._record(torch.device("cuda", 0))
+    assert "/logs/rank_*" in message
+    result = {each: os.environ[each] for each in every if each in os.environ}
+    assert result == {name: "/logs/rank_", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 @pytest.mark.parametrize(("backends", "refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])
@@ -406,22 +401,22 @@ def test_the_diagnosis_comes_before_torch_ends_the_process() -> None:
     assert [heartbeat._loud_after_s(timeout_s) for timeout_s in (10.0, 100.0, 600.0)] == [9.0, 90.0, 590.0]
 
 
-def says_it_in_the_log(source: Path, told: Path) -> list[str]:
-    """Where torch would end the process, nobody catches an error: the verdict is logged. Rank 1 stays away until both
-    ranks have logged theirs, however busy the machine is."""
-    said: list[str] = []
+def says_it_in_the_log(source: Path, message: Path) -> list[str]:
+    """Where torch would end the process, no code catches an error: the verdict is logged. Rank 1 stays away until both
+    ranks have logged their own, however busy the machine is."""
+    text: list[str] = []
     engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=20), dtype=torch.float64), lr=1e-2)
     watch = heartbeat.position.watch
     assert watch is not None
 
     def note(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        (told / str(watch.rank)).touch()
+        text.append(record.getMessage())
+        (message / str(watch.rank)).touch()
         return True
 
     def stay_away() -> None:
         until = time.monotonic() + 15
-        while len(list(told.iterdir())) < 2 and time.monotonic() < until:
+        while len(list(message.iterdir())) < 2 and time.monotonic() < until:
             time.sleep(0.1)
 
     heartbeat.logger.addFilter(note)
@@ -429,10 +424,12 @@ def says_it_in_the_log(source: Path, told: Path) -> list[str]:
     if engine.model.mesh.rank == 1:
         in_the_loss(1, stay_away)(engine)
     engine.step(tiny.batches(0))
-    return said
+    return text
 
 
 def test_a_rank_that_stands_too_long_says_so_in_the_log(source: Path, tmp_path: Path) -> None:
-    for said in run_ranks(2, says_it_in_the_log, source, tmp_path, seconds=40):
-        assert len(said) == 1
-        assert re.search(r"rank 1: .*test_lost_ranks\.py:\d+ in stay_away\b.*rank 0: .* The dump is there\.", said[0])
+    for message in run_ranks(2, says_it_in_the_log, source, tmp_path, seconds=40):
+        assert len(message) == 1
+        assert re.search(
+            r"rank 1: .*test_lost_ranks\.py:\d+ in stay_away\b.*rank 0: .* The dump is there\.", message[0]
+        )

@@ -1,4 +1,4 @@
-"""What a user may do wrong: named on all ranks, before any work."""
+"""Mistakes of a user are named on all ranks, before any work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from tests.trials import build, mine
 from tests.words import words
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("mistakes") / "m", "qwen3")
-
-
 def _on_rank_1(mistaken: Any, fine: Any) -> Any:
     return lambda engine: engine.step(mistaken(engine) if engine.model.mesh.rank == 1 else fine(engine))
 
@@ -31,7 +26,7 @@ def _with(engine: mw.Engine, loss: Any) -> mw.Engine:
 
 
 def _ratio_of_answers(engine: mw.Engine) -> None:
-    """Of whole answers, and 1 in the first step."""
+    """Return the ratio of whole answers; it is 1 in the first step."""
     batches = mine(engine)
     lo, hi = engine.model.mesh.token_range(len(batches[0]))
     old_T = mw.logprobs(engine.model, batches[0])[lo:hi]
@@ -47,175 +42,67 @@ def _no_number(engine: mw.Engine) -> None:
 
 MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ("update first", {}, lambda e: e.update(), words("^StateError", r"update\(\)", "step 0", r"backward\(batches\)")),
-    (
-        "backward twice",
-        {},
-        lambda e: [e.backward(mine(e)), e.backward(mine(e))],
-        words("^StateError", "gradients", r"update\(\)", r"discard\(\)"),
-    ),
+    ("backward twice", {}, lambda e: [e.backward(mine(e)), e.backward(mine(e))],
+        words("^StateError", "gradients", r"update\(\)", r"discard\(\)")),
     ("no batch", {}, lambda e: e.step([]), r"^DataError: (?!.*(?:engine\.step|pack)\().*\bbatch"),
-    (
-        "nothing to learn",
-        {},
-        lambda e: e.step([mw.pack([[1]])]),
-        words("^DataError", "no token", "label"),
-    ),
-    (
-        "unequal",
-        {},
-        lambda e: e.step([mw.pack([[1, 2]]), mw.pack([[1, 2, 3]])]),
-        words("^DataError", r"\[2, 3\] tokens", r"pack\(.*length="),
-    ),
-    (
-        "odd tokens",
-        dict(tp=2),
-        lambda e: e.step([mw.pack([[1, 2, 3]])]),
-        words("^DataError", "tp=2", r"pack\(.*length=4\)"),
-    ),
-    (
-        "vocabulary",
-        {},
-        lambda e: e.step([mw.pack([[1, 131]])]),
-        words("^DataError", "token 131", "position 1", "vocabulary of 131"),
-    ),
-    (
-        "a label",
-        {},
-        lambda e: e.step([mw.pack([[1, 2]], labels=[[2, -1]])]),
-        words("^DataError", "label -1", "position 1"),
-    ),
-    (
-        "gradients",
-        {},
-        lambda e: mw.gather(e.model, "grad"),
-        words("^StateError", "gradients", r"engine\.backward\(.*update\(\)"),
-    ),
+    ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), words("^DataError", "no token", "label")),
+    ("unequal", {}, lambda e: e.step([mw.pack([[1, 2]]), mw.pack([[1, 2, 3]])]),
+        words("^DataError", r"\[2, 3\] tokens", r"pack\(.*length=")),
+    ("odd tokens", dict(tp=2), lambda e: e.step([mw.pack([[1, 2, 3]])]),
+        words("^DataError", "tp=2", r"pack\(.*length=4\)")),
+    ("vocabulary", {}, lambda e: e.step([mw.pack([[1, 131]])]), words("^DataError", "token 131", "position 1",
+        "vocabulary of 131")),
+    ("a label", {}, lambda e: e.step([mw.pack([[1, 2]], labels=[[2, -1]])]),
+        words("^DataError", "label -1", "position 1")),
+    ("gradients", {}, lambda e: mw.gather(e.model, "grad"),
+        words("^StateError", "gradients", r"engine\.backward\(.*update\(\)")),
     ("which", {}, lambda e: mw.gather(e.model, "momentum"), words("^ConfigError", "'momentum'", "'weight'", "'grad'")),
-    (
-        "state dict",
-        {},
-        lambda e: [part.state_dict() for part in e.model.parts],
-        words("^StateError", "state dict", r"mw\.gather\(model\)"),
-    ),
-    (
-        "batches a rank",
-        dict(fsdp=2),
-        _on_rank_1(lambda e: mine(e)[:1], mine),
-        rf"^RankError: .*rank 1\b.*\b1 batch.*\b{tiny.LENGTH} tokens.*rank 0\b.*\b2\b.*\b{tiny.LENGTH}\b",
-    ),
-    (
-        "bad data on one rank",
-        dict(fsdp=2),
-        _on_rank_1(lambda e: [mw.pack([[1, 999]], length=tiny.LENGTH)] * 2, mine),
-        words("^RankError", "rank 1 ", "a step", "DataError: .*token 999") + "|" + words("^DataError", "token 999"),
-    ),
-    (
-        "a field of another shape",
-        {},
-        lambda e: e.step([mw.pack([[1, 2]], fields={"weight": [[[1.0], [2.0]]]})]),
-        words("^DataError", r"\bweight\b", r"shape \(2, 1\)", "2 tokens"),
-    ),
-    (
-        "a field that is not there",
-        {},
-        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: f["advantage"]).step(mine(e)),
-        words("^DataError", "'advantage'", r"scores \['logprobs'\]", r"pack\(.*fields="),
-    ),
-    (
-        "a weight of nan",
-        dict(tp=2),
-        lambda e: e.step([mw.pack([[1, 2]], length=4, fields={"weight": [[1.0, float("nan")]]})]),
-        words("^DataError", "weight", "position 1", r"\bnan\b") + "|" + words("^RankError", r"rank \d", "position 1"),
-    ),
-    (
-        "two engines",
-        {},
-        lambda e: [e.backward(mine(e)), mw.Engine(e.model, lr=1.0).backward(mine(e))],
-        words("^StateError", "gradients", r"update\(\)", r"discard\(\)"),
-    ),
-    (
-        "lr of nan",
-        {},
-        lambda e: mw.Engine(e.model, lr=lambda s: float("nan")).step(mine(e)),
-        words("^ConfigError", r"\blr\b", "step 0", r"\bnan\b"),
-    ),
-    (
-        "loading",
-        {},
-        lambda e: [part.layers["0"].load_state_dict({}) for part in e.model.parts],
-        words("^StateError", "state dict", r"mw\.load"),
-    ),
-    (
-        "one data rank, other data",
-        dict(tp=2),
-        _on_rank_1(lambda e: tiny.batches(1), lambda e: tiny.batches(0)),
-        words("^RankError", "ranks 0 and 1", "data rank", "tp=2", "batches"),
-    ),
-    (
-        "a loss of another shape",
-        {},
-        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: s["logprobs"].mean()).step(mine(e)),
-        words("^DataError", r"loss.* \(\) ", rf"\({tiny.LENGTH},\)"),
-    ),
-    (
-        "not finite",
-        dict(fsdp=2),
-        lambda e: mw.Engine(
-            e.model, lr=1.0, loss=lambda s, f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)
-        ).step(mine(e)),
-        words("^NonFiniteError", r"\bloss\b", "step 0", "-inf"),
-    ),
+    ("state dict", {}, lambda e: [part.state_dict() for part in e.model.parts],
+        words("^StateError", "state dict", r"mw\.gather\(model\)")),
+    ("batches a rank", dict(fsdp=2), _on_rank_1(lambda e: mine(e)[:1], mine),
+        rf"^RankError: .*rank 1\b.*\b1 batch.*\b{tiny.LENGTH} tokens.*rank 0\b.*\b2\b.*\b{tiny.LENGTH}\b"),
+    ("bad data on one rank", dict(fsdp=2), _on_rank_1(lambda e: [mw.pack([[1, 999]], length=tiny.LENGTH)] * 2, mine),
+        words("^RankError", "rank 1 ", "a step", "DataError: .*token 999") + "|" + words("^DataError", "token 999")),
+    ("a field of another shape", {}, lambda e: e.step([mw.pack([[1, 2]], fields={"weight": [[[1.0], [2.0]]]})]),
+        words("^DataError", r"\bweight\b", r"shape \(2, 1\)", "2 tokens")),
+    ("a field that is not there", {}, lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
+        f: f["advantage"]).step(mine(e)), words("^DataError", "'advantage'", r"scores \['logprobs'\]",
+        r"pack\(.*fields=")),
+    ("a weight of nan", dict(tp=2), lambda e: e.step([mw.pack([[1, 2]], length=4, fields={"weight": [[1.0,
+        float("nan")]]})]), words("^DataError", "weight", "position 1", r"\bnan\b") + "|" + words("^RankError",
+        r"rank \d", "position 1")),
+    ("two engines", {}, lambda e: [e.backward(mine(e)), mw.Engine(e.model, lr=1.0).backward(mine(e))],
+        words("^StateError", "gradients", r"update\(\)", r"discard\(\)")),
+    ("lr of nan", {}, lambda e: mw.Engine(e.model, lr=lambda s: float("nan")).step(mine(e)),
+        words("^ConfigError", r"\blr\b", "step 0", r"\bnan\b")),
+    ("loading", {}, lambda e: [part.layers["0"].load_state_dict({}) for part in e.model.parts],
+        words("^StateError", "state dict", r"mw\.load")),
+    ("one data rank, other data", dict(tp=2), _on_rank_1(lambda e: tiny.batches(1), lambda e: tiny.batches(0)),
+        words("^RankError", "ranks 0 and 1", "data rank", "tp=2", "batches")),
+    ("a loss of another shape", {}, lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
+        f: s["logprobs"].mean()).step(mine(e)), words("^DataError", r"loss.* \(\) ", rf"\({tiny.LENGTH},\)")),
+    ("not finite", dict(fsdp=2), lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
+        f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)).step(mine(e)),
+        words("^NonFiniteError", r"\bloss\b", "step 0", "-inf")),
     ("a batch alone", {}, lambda e: e.step(mine(e)[0]), words("^DataError", "list", r"engine\.step\(\[batch\]\)")),
-    (
-        "a generator",
-        {},
-        lambda e: e.step(b for b in mine(e)),
-        words("^DataError", "list", r"engine\.step\(\[batch\]\)"),
-    ),
-    (
-        "no batches",
-        dict(fsdp=2),
-        _on_rank_1(lambda e: [None], mine),
-        words("^DataError", r"mw\.pack", "NoneType") + "|" + words("^RankError", "rank 1 ", "a step", "NoneType"),
-    ),
-    (
-        "a loss of nothing",
-        {},
-        lambda e: _with(e, lambda s, f: None).step(mine(e)),
-        words("^DataError", "loss.*NoneType"),
-    ),
-    (
-        "a detached loss",
-        {},
-        lambda e: _with(e, lambda s, f: -s["logprobs"].detach()).step(mine(e)),
-        words("^StateError", r"\bloss\b", "detach"),
-    ),
-    (
-        "without gradients",
-        dict(tp=2),
-        lambda e: torch.no_grad()(e.step)(mine(e)),
-        words("^StateError", r"\bloss\b", r"torch\.no_grad\(\)", "train= of mw"),
-    ),
-    (
-        "a loss that runs its model",
-        dict(fsdp=2),
-        lambda e: _with(e, lambda s, f: (mw.logprobs(e.model, mine(e)[0]), -s["logprobs"])[1]).step(mine(e)),
-        words("^StateError", "logprobs", "model", r"\bloss\b", r"pack\(.*fields="),
-    ),
-    (
-        "frozen later",
-        {},
-        lambda e: _switched(e, "head.weight", on=False),
-        words("^StateError", r"head\.weight", "0 more", "requires_grad", "train= of mw"),
-    ),
-    (
-        "a loss of whole documents",
-        dict(tp=2),
-        _ratio_of_answers,
-        words("^DataError", r"\bloss\b", "tp=2", r"mw\.logprobs", "tp=1"),
-    ),
+    ("a generator", {}, lambda e: e.step(b for b in mine(e)),
+        words("^DataError", "list", r"engine\.step\(\[batch\]\)")),
+    ("no batches", dict(fsdp=2), _on_rank_1(lambda e: [None], mine),
+        words("^DataError", r"mw\.pack", "NoneType") + "|" + words("^RankError", "rank 1 ", "a step", "NoneType")),
+    ("a loss of nothing", {}, lambda e: _with(e, lambda s, f: None).step(mine(e)),
+        words("^DataError", "loss.*NoneType")),
+    ("a detached loss", {}, lambda e: _with(e, lambda s, f: -s["logprobs"].detach()).step(mine(e)),
+        words("^StateError", r"\bloss\b", "detach")),
+    ("without gradients", dict(tp=2), lambda e: torch.no_grad()(e.step)(mine(e)),
+        words("^StateError", r"\bloss\b", r"torch\.no_grad\(\)", "train= of mw")),
+    ("a loss that runs its model", dict(fsdp=2), lambda e: _with(e, lambda s, f: (mw.logprobs(e.model, mine(e)[0]),
+        -s["logprobs"])[1]).step(mine(e)), words("^StateError", "logprobs", "model", r"\bloss\b", r"pack\(.*fields=")),
+    ("frozen later", {}, lambda e: _switched(e, "head.weight", on=False),
+        words("^StateError", r"head\.weight", "0 more", "requires_grad", "train= of mw")),
+    ("a loss of whole documents", dict(tp=2), _ratio_of_answers,
+        words("^DataError", r"\bloss\b", "tp=2", r"mw\.logprobs", "tp=1")),
     ("a loss of nan", dict(fsdp=2), _no_number, words("^NonFiniteError", r"\bloss\b", "step 0", r"\bnan\b")),
-]
+]  # fmt: skip
 
 
 def _switched(engine: mw.Engine, name: str, *, on: bool) -> None:
@@ -227,18 +114,18 @@ PATTERNS = {name: pattern for name, _, _, pattern in MISTAKES}
 
 
 @pytest.fixture(scope="module")
-def said_of_mistakes(source: Path) -> Callable[[str], list[str]]:
+def messages_of_mistakes(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (mesh, mistake) for name, mesh, mistake, _ in MISTAKES})
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_mistakes_are_named_on_all_ranks(said_of_mistakes: Callable[[str], list[str]], name: str) -> None:
-    for text in said_of_mistakes(name):
+def test_mistakes_are_named_on_all_ranks(messages_of_mistakes: Callable[[str], list[str]], name: str) -> None:
+    for text in messages_of_mistakes(name):
         assert re.search(PATTERNS[name], text), text
 
 
-def refused(source: Path, given: dict[str, Any]) -> str:
-    options = dict(given)
+def refused(source: Path, args: dict[str, Any]) -> str:
+    options = dict(args)
     loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "memory", "context") if name in options}
     try:
         if "optimizer" in options:
@@ -269,14 +156,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def said_of_arguments(source: Path) -> dict[str, list[str]]:
+def messages_of_arguments(source: Path) -> dict[str, list[str]]:
     return worlds.in_turn(1, {name: partial(refused, source, options) for name, (options, _) in ARGUMENTS.items()})
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_cannot_be(said_of_arguments: dict[str, list[str]], name: str) -> None:
-    [found] = said_of_arguments[name]
-    assert re.search(ARGUMENTS[name][1], found), found
+def test_arguments_that_cannot_be(messages_of_arguments: dict[str, list[str]], name: str) -> None:
+    [result] = messages_of_arguments[name]
+    assert re.search(ARGUMENTS[name][1], result), result
 
 
 @pytest.mark.parametrize(
@@ -287,11 +174,7 @@ def test_arguments_that_cannot_be(said_of_arguments: dict[str, list[str]], name:
         (dict(device="cuda"), {}, words("device='cuda'", "device='cpu'")),
         (dict(timeout_s=0), {}, r"timeout_s=0\b"),
         ({}, dict(WORLD_SIZE="1"), words("WORLD_SIZE=1", "RANK, MASTER_ADDR, MASTER_PORT", "torchrun")),
-        (
-            {},
-            dict(WORLD_SIZE="abc", RANK="0", MASTER_ADDR="x", MASTER_PORT="1"),
-            r"WORLD_SIZE='abc'",
-        ),
+        ({}, dict(WORLD_SIZE="abc", RANK="0", MASTER_ADDR="x", MASTER_PORT="1"), r"WORLD_SIZE='abc'"),
     ],
     ids=str,
 )
@@ -320,13 +203,13 @@ def written_into(source: Path) -> tuple[list[float], list[float]]:
 
 
 def test_a_loss_may_write_into_its_fields(source: Path) -> None:
-    (found, expected), gain = worlds.run(1, written_into, source)[0]
-    assert found == pytest.approx(expected, rel=1e-12)
+    (result, expected), gain = worlds.run(1, written_into, source)[0]
+    assert result == pytest.approx(expected, rel=1e-12)
     assert gain == [1.0] * 3
 
 
 def too_large(source: Path, mesh: dict[str, int]) -> list[str]:
-    model, said = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), []
+    model, message = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), []
     name = "layers.1.mlp.down.weight"
     if model.mesh.rank == model.mesh.axes.world - 1:
         model.stored()[name].view(-1)[-1] = 7e4
@@ -334,8 +217,8 @@ def too_large(source: Path, mesh: dict[str, int]) -> list[str]:
         try:
             mw.export(model, there, dtype=dtype)
         except mw.MeshwrightError as error:
-            said.append(str(error))
-    return said
+            message.append(str(error))
+    return message
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2)], ids=trials.named)
@@ -343,7 +226,7 @@ def test_no_weight_becomes_infinite_in_a_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = worlds.run(trials.world_of(mesh), too_large, source, mesh)
-    assert re.search(words(r"down_proj\.weight", r"\b70000\b", r"torch\.float16", "dtype="), told[-1][0])
-    assert [len(each) for each in told] == [1] * len(told)
+    message = worlds.run(trials.world_of(mesh), too_large, source, mesh)
+    assert re.search(words(r"down_proj\.weight", r"\b70000\b", r"torch\.float16", "dtype="), message[-1][0])
+    assert [len(each) for each in message] == [1] * len(message)
     assert [path.name for path in tmp_path.iterdir()] == ["fine"]

@@ -1,4 +1,4 @@
-"""Torch's switches, which whoever trains may have set for something else: refused, or without effect."""
+"""Global switches of torch are refused, or have no effect."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CALLS: dict[str, tuple[dict[str, int], Callable[..., Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def said_under_inference_mode(source: Path) -> Callable[[str], list[str]]:
+def messages_under_inference_mode(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (mesh, partial(act, inferring)) for name, (mesh, act) in CALLS.items()})
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_inference_mode_is_refused(said_under_inference_mode: Callable[[str], list[str]], name: str) -> None:
+def test_inference_mode_is_refused(messages_under_inference_mode: Callable[[str], list[str]], name: str) -> None:
     """Tensors made under it fail in a later step, deep inside torch: FSDP keeps some from its first forward."""
-    for text in said_under_inference_mode(name):
+    for text in messages_under_inference_mode(name):
         assert re.search(words("^StateError", r"torch\.inference_mode\(\)"), text), text
 
 
@@ -62,7 +62,7 @@ def test_autocast_is_refused(source: Path, name: str) -> None:
 
 
 def under(source: Path, dtype: torch.dtype) -> list[Any]:
-    """Of a step late in a run: some dtypes know no 301."""
+    """Take a step late in a run: some dtypes cannot hold 301."""
     torch.set_default_dtype(dtype)
     engine = build(source, {}, loss=lambda scores, fields: -scores["logprobs"] * fields["advantage"])
     batch = mw.pack([[5, 6, 7], [8, 9]], fields={"advantage": [[1.1, -0.3, 0.7], [0.2, 0.9]]})
@@ -76,8 +76,8 @@ def under(source: Path, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_default_dtype_of_torch_changes_nothing(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     source = tiny.directory(tmp_path / "m", family)
-    [expected], [found] = (worlds.run(1, under, source, default) for default in (torch.float32, dtype))
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))
+    [expected], [result] = (worlds.run(1, under, source, default) for default in (torch.float32, dtype))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, result, strict=True))
 
 
 def on(source: Path, device: str) -> list[Any]:
@@ -91,5 +91,5 @@ def on(source: Path, device: str) -> list[Any]:
 
 
 def test_the_default_device_of_torch_changes_nothing(source: Path) -> None:
-    for expected, found in zip(*(worlds.run(2, on, source, device) for device in ("cpu", "meta")), strict=True):
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))
+    for expected, result in zip(*(worlds.run(2, on, source, device) for device in ("cpu", "meta")), strict=True):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, result, strict=True))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,16 @@ def in_bfloat16(directory: Path, mesh: dict[str, int], narrow: bool) -> tuple[di
     return mw.gather(model, "grad"), sent
 
 
+def both(source: Path, mesh: dict[str, int]) -> list[Any]:
+    """Return the results without and with narrow gradients, of rank 0."""
+    cases = {narrow: functools.partial(in_bfloat16, source, mesh, narrow) for narrow in (False, True)}
+    return [ranks[0] for ranks in worlds.in_turn(trials.world_of(mesh), cases).values()]
+
+
 @pytest.mark.parametrize(("name", "mesh"), [("qwen3_moe", dict(fsdp=2, ep=2)), ("qwen3_5", dict(replicate=2, fsdp=2))])
 def test_what_is_sent_narrow_is_summed_wide(source: Callable[..., Path], name: str, mesh: dict[str, int]) -> None:
-    """To the bit as FSDP sums them in float32: two terms have one sum. And half of the bytes."""
-    num = prod(mesh.values()) // mesh.get("ep", 1)
-    (wide, by_ring), (ours, by_all) = (worlds.run(num, in_bfloat16, source(name), mesh, n)[0] for n in (False, True))
+    """Two terms have one sum, so the result is bitwise FSDP's float32 sum, for half of the bytes."""
+    (wide, by_ring), (ours, by_all) = both(source(name), mesh)
     assert all(torch.equal(wide[key], ours[key]) for key in wide)
     assert by_ring["reduce_scatter"] == 2 * (by_all["all_to_all"] - by_ring["all_to_all"]) > 0
     assert not by_all["reduce_scatter"]
@@ -62,20 +67,19 @@ def test_what_is_sent_narrow_is_summed_wide(source: Callable[..., Path], name: s
 
 def test_what_is_added_up_is_sent_wide(source: Callable[..., Path]) -> None:
     """A pipeline that holds adds up several micro-batches in float32."""
-    mesh = dict(pp=2, fsdp=2)
-    (wide, by_ring), (ours, same) = (worlds.run(4, in_bfloat16, source("qwen3"), mesh, n)[0] for n in (False, True))
+    (wide, by_ring), (ours, same) = both(source("qwen3"), dict(pp=2, fsdp=2))
     assert all(torch.equal(wide[key], ours[key]) for key in wide)
     assert by_ring == same
     with pytest.raises(mw.ConfigError, match="choose one of them"):
         mw.MemoryOptions(narrow_grads=True, sum_once=True)
 
 
-def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_sums_are_caught(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof above sees it where what is sent is also added up as narrow."""
     real = fsdp.SentNarrow.__call__
 
-    def narrow(self: Any, output_tensor: Tensor, **given: Any) -> None:
-        real(self, output_tensor, **given)
+    def narrow(self: Any, output_tensor: Tensor, **args: Any) -> None:
+        real(self, output_tensor, **args)
         output_tensor.copy_(output_tensor.to(torch.bfloat16))
 
     whole = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), False)[0][0]

@@ -1,4 +1,4 @@
-"""The export of a critic that was made here of a language model: it says what it is, and holds no stale head."""
+"""The export of a critic made from a language model names its class, and holds no stale head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def language_model(at: Path, name: str) -> Path:
 
 
 def trained(source: Path, out: Path, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What it gives at the last token of each document, and its weights."""
+    """Return the values at the last token of each document, and the weights."""
     model = mw.load(source, mw.Mesh(fsdp=2), head="value", dtype=torch.float32)
     batch = mw.pack(DOCUMENTS, fields={"target": [[1.0] * len(d) for d in DOCUMENTS]})
     mw.Engine(model, lr=1e-2, loss=mw.losses.squared_error).step([batch])
@@ -60,8 +60,8 @@ def test_transformers_loads_it_as_what_it_is(tmp_path: Path, name: str) -> None:
     assert type(model).__name__ == CLASSES[name]
     assert not any(info.values()), info
     with torch.no_grad():
-        theirs = torch.cat([model.eval()(torch.tensor([d])).logits[0] for d in DOCUMENTS])
-    assert (values - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        reference = torch.cat([model.eval()(torch.tensor([d])).logits[0] for d in DOCUMENTS])
+    assert (values - reference).abs().max() <= 1e-5 * reference.abs().max()
     assert "lm_head.weight" not in weights
 
 
@@ -72,7 +72,7 @@ def test_it_is_no_whole_language_model(tmp_path: Path) -> None:
     assert info["unexpected_keys"] == {"score.weight"}
 
 
-def test_the_head_is_kept_if_asked(tmp_path: Path) -> None:
+def test_the_head_stays_if_requested(tmp_path: Path) -> None:
     source = language_model(tmp_path / "m", "qwen3")
     worlds.run(2, partial(trained, keep_lm_head=True), source, tmp_path / "out")
     before, after = (load_file(at / "model.safetensors") for at in (source, tmp_path / "out"))
@@ -101,12 +101,12 @@ def test_index_and_files_follow(tmp_path: Path) -> None:
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     worlds.run(2, trained, source, tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    [file] = set(found["weight_map"].values())
+    result = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    [file] = set(result["weight_map"].values())
     held = load_file(tmp_path / "out" / file)
     assert {p.name for p in (tmp_path / "out").glob("*.safetensors")} == {file}
-    assert set(held) == set(found["weight_map"]) == {*tensors, "score.weight"} - {"lm_head.weight"}
-    assert found["metadata"]["total_size"] == sum(t.nbytes for t in held.values())
+    assert set(held) == set(result["weight_map"]) == {*tensors, "score.weight"} - {"lm_head.weight"}
+    assert result["metadata"]["total_size"] == sum(t.nbytes for t in held.values())
 
 
 def test_a_tied_head_that_is_stored_twice_is_left_out_too(tmp_path: Path) -> None:

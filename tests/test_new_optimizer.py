@@ -1,4 +1,4 @@
-"""A new optimizer is one file: two toys are defined here, and everything takes them without another line.
+"""A new optimizer is one file: this one defines two, and everything takes them without another line.
 
 SGD has one state tensor, so nothing may count on the two moments of AdamW. `Normalised` looks at whole matrices, so an
 update gathers what other ranks hold.
@@ -110,7 +110,8 @@ def by_torch(source: Path) -> dict[str, Tensor]:
 
 
 def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str, str]:
-    """From the checkpoint, from torch's, from both with another optimizer: weights after the third step, errors."""
+    """Resume from the checkpoint and from torch's; return the weights after the third step, and the errors with another
+    optimizer."""
     engine, by_dcp = (build(source, mesh, optimizer=SGD()) for _ in range(2))
     mw.resume(engine, out / "runs")
     state = by_dcp.state_dict()
@@ -135,10 +136,10 @@ def test_it_trains_as_by_torch(source: Path) -> None:
 
 
 def test_it_goes_on_on_another_mesh(source: Path, saved: tuple[Path, Any]) -> None:
-    out, found = saved
+    out, result = saved
     for ours, by_dcp, *errors in worlds.run(2, resumed, source, dict(tp=2), out):
         for name in ours:
-            torch.testing.assert_close(ours[name], found[0][0][name], rtol=2e-7, atol=1e-9)  # rounded to float32
+            torch.testing.assert_close(ours[name], result[0][0][name], rtol=2e-7, atol=1e-9)  # rounded to float32
             assert torch.equal(ours[name], by_dcp[name])
         assert re.search(words("CheckpointError", "momentum_buffer", "AdamW", "exp_avg", "optimizer="), errors[0])
         assert re.search(words("CheckpointError", "exp_avg|momentum_buffer"), errors[1])
@@ -174,8 +175,10 @@ def test_its_bytes_are_billed_and_planned(source: Path, saved: tuple[Path, Any])
     assert (kind("moments", figures), kind("moments", plain)) == ("state of SGD", "moments of AdamW")
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2)], ids=trials.named)
-@pytest.mark.parametrize("optimizer", [SGD(), Normalised()], ids=["SGD", "Normalised"])
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"), [(SGD(), dict(tp=2)), (Normalised(), dict(fsdp=2)), (Normalised(), dict(tp=2))],
+    ids=lambda each: trials.named(each) if isinstance(each, dict) else type(each).__name__,
+)  # fmt: skip
 def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optimizer) -> None:
     """O1 compares updates with the plain one, U1 the mesh with one process, K1 bytes and collectives with the bill."""
     tried = replace(trials.trial(source, mesh), optimizer=optimizer)
@@ -186,7 +189,7 @@ def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optim
 
 
 @pytest.mark.parametrize("names", [("weights",), ("counters",), ("a", "a"), ("a/b",)], ids=str)
-def test_names_of_state_are_told_from_others(source: Path, names: tuple[str, ...]) -> None:
+def test_names_of_state_are_checked(source: Path, names: tuple[str, ...]) -> None:
     [error] = worlds.run(1, refused, source, names)
     assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
 

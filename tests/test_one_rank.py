@@ -1,4 +1,4 @@
-"""What fails on one rank alone is named on all of them at once, and whoever catches it can go on."""
+"""A failure on one rank is named on all ranks at once, and a caller that catches it can go on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Failing:
-    """A loss that fails on rank 1, in its second micro-batch, for as long as it is told to."""
+    """A loss that fails on rank 1, in its second micro-batch, while it is switched on."""
 
     def __init__(self, rank: int, error: Exception | None) -> None:
         self.error, self.rank, self.calls = error, rank, 0
@@ -50,27 +50,27 @@ def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[
     engine = build(source, mesh)
     engine.evaluate(mine(engine))  # groups are made
     rank = engine.model.mesh.rank
-    said = []
+    message = []
     for act in (engine.step, engine.evaluate):
-        engine.loss = Failing(rank, ValueError("mine"))
-        said.append(caught(lambda act=act: act(mine(engine))))
+        engine.loss = Failing(rank, ValueError("broken"))
+        message.append(caught(lambda act=act: act(mine(engine))))
         engine.loss = Failing(rank, None)
     records = [engine.step(mine(engine)) for _ in range(2)]
     fresh = build(source, mesh)
     expected = [fresh.step(mine(fresh)) for _ in range(2)]
     seconds = time.monotonic() - began
-    return said, seconds, [r.loss for r in records], [r.loss for r in expected]
+    return message, seconds, [r.loss for r in records], [r.loss for r in expected]
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=2, ep=2), dict(tp=2), dict(replicate=2)], ids=trials.named)
 def test_a_loss_that_fails_on_one_rank(source: Path, mesh: dict[str, int]) -> None:
-    """Before, the others waited for the rest of timeout_s, and nobody said why."""
-    for rank, (said, seconds, losses, expected) in enumerate(worlds.run(2, goes_on, source, mesh)):
-        for text in said:
+    """The others once waited for the rest of timeout_s, without a reason."""
+    for rank, (message, seconds, losses, expected) in enumerate(worlds.run(2, goes_on, source, mesh)):
+        for text in message:
             pattern = (
-                "^ValueError: mine$"
+                "^ValueError: broken$"
                 if rank
-                else words("^RankError", "rank 1 ", "the loss of step 0", "ValueError: mine")
+                else words("^RankError", "rank 1 ", "the loss of step 0", "ValueError: broken")
             )
             assert re.search(pattern, text), text
         assert losses == expected  # what failed has left nothing behind
@@ -95,7 +95,7 @@ def test_terms_that_are_detached_on_one_rank(source: Path) -> None:
 
 
 def too_few(source: Path, timeout_s: float) -> tuple[str, float]:
-    """What is known on all ranks is refused on all, so that whoever catches it may take another mesh."""
+    """All ranks refuse together, so that a caller may take another mesh."""
     began = time.monotonic()
     text = caught(lambda: mw.load(source, mw.Mesh(tp=4, timeout_s=timeout_s), dtype=torch.float64))
     model = mw.load(source, mw.Mesh(fsdp=2, tp=2, timeout_s=timeout_s), dtype=torch.float64)
@@ -105,7 +105,7 @@ def too_few(source: Path, timeout_s: float) -> tuple[str, float]:
 
 
 def test_a_vocabulary_that_leaves_a_rank_without_any(tmp_path: Path) -> None:
-    """5 tokens over tp=4 are 2, 2, 1 and none: only the last rank found out, and the others went on."""
+    """5 tokens over tp=4 are 2, 2, 1 and none: only the last rank failed, and the others went on."""
     source = tiny.directory(tmp_path / "m", "qwen3", vocab_size=5)
     for text, seconds in worlds.run(4, too_few, source, 20.0):
         assert re.search(
@@ -118,17 +118,17 @@ def part_of_one(source: Path) -> list[str]:
     """A mask that is wrong in the part of one data rank, and then what is right."""
     engine = build(source, dict(fsdp=2))
     documents, masks = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [5, 6, 7], [8, 9]], [[0, 0, 1, 1, 1], [0, 1, 1, 1], [0, 1]]
-    said = []
+    message = []
     for of_third in ([0, 1], [0, 1, 1]):
         of_all = [*masks[:2], of_third, [0, 1]]
-        said.append(caught(lambda of_all=of_all: mw.batches(documents, engine.model.mesh, length=6, trained=of_all)))
-    return said
+        message.append(caught(lambda of_all=of_all: mw.batches(documents, engine.model.mesh, length=6, trained=of_all)))
+    return message
 
 
 def test_documents_that_one_data_rank_alone_would_get(source: Path) -> None:
-    """Before, that rank alone refused them, in its own numbers, and the others waited for it in the step."""
-    for said in worlds.run(2, part_of_one, source):
-        assert said == ["DataError: trained: document 2 differs in length: 2 values for 3 tokens", "nothing"]
+    """That rank alone once refused them, and the others waited for it in the step."""
+    for message in worlds.run(2, part_of_one, source):
+        assert message == ["DataError: trained: document 2 differs in length: 2 values for 3 tokens", "nothing"]
 
 
 def late(timeout_s: float) -> str:

@@ -41,14 +41,14 @@ def figures_of(
 
 
 def test_figures_of_a_published_model() -> None:
-    """By hand: float32 weights and two moments; between stages 8 micro-batches of bfloat16 go each way."""
+    """Weights and two moments are float32; 8 micro-batches of bfloat16 go each way between stages."""
     figures = figures_of(QWEN3_8B, pp=4)
     lines = place_lines(figures)
     assert [(s.first, s.last) for line in lines for s in line.stages] == [(0, 9), (10, 19), (20, 29), (30, 35)]
     held = [10 * LAYER + VOCAB, 10 * LAYER, 10 * LAYER, 6 * LAYER + VOCAB + NORM]
-    found = [most_held(figures.blueprint.spec, figures.axes, line.rank, figures.passing) for line in lines]
-    passing = [sum(each.values()) for each in found]
-    assert [each[GRADIENTS] for each in found] == [4 * num for num in held], "8 micro-batches: all are there in most"
+    result = [most_held(figures.blueprint.spec, figures.axes, line.rank, figures.passing) for line in lines]
+    passing = [sum(each.values()) for each in result]
+    assert [each[GRADIENTS] for each in result] == [4 * num for num in held], "8 micro-batches: all are there in most"
     assert passing == sorted(passing, reverse=True), "early stages keep the most micro-batches"
     assert [line.num_bytes for line in lines] == [12 * num + more for num, more in zip(held, passing, strict=True)]
     assert [m.num_bytes for m in figures.memories] == [lines[0].num_bytes, lines[3].num_bytes]
@@ -107,8 +107,8 @@ def test_notes() -> None:
         words("2 micro-batches for pp=4", r"waits 60\.\d%"), pipeline_notes(figures_of(EVEN, num=2, pp=4))[0]
     )
     assert pipeline_notes(figures_of(EVEN, num=4, pp=4)) == []
-    (told,) = pipeline_notes(figures_of(EVEN, pp=2, fsdp=2))
-    assert re.search(words("in every micro-batch", "--hold", "less than a third"), told)
+    (message,) = pipeline_notes(figures_of(EVEN, pp=2, fsdp=2))
+    assert re.search(words("in every micro-batch", "--hold", "less than a third"), message)
     mixture = tiny.of("qwen3_moe", output_router_logits=True)
     assert 'router_aux="previous"' in " ".join(pipeline_notes(figures_of(mixture, pp=2)))
     assert not any("pooled" in charge.what for charge in figures_of(mixture, pp=2).charges)
@@ -139,11 +139,11 @@ def test_what_cannot_be_is_refused_with_what_can(
     configs = {"qwen3": tiny.of("qwen3"), "even": EVEN, "tied": tiny.of("qwen3_tied", num_hidden_layers=4)}
     for name, config in configs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    for name, options, told in REFUSED:
+    for name, options, message in REFUSED:
         if command == "plan" or "--micro-batches" not in options:
             assert main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
             err = capsys.readouterr().err.strip()
-            assert re.search(told, err), (options, err)
+            assert re.search(message, err), (options, err)
 
 
 def test_a_step_that_is_too_small_for_its_stages() -> None:
@@ -157,13 +157,13 @@ def test_json(capsys: Capture) -> None:
     code, out, _ = planned(
         capsys, "tiny-qwen3-moe", "--mesh", "pp=3", "--micro-batches", "4", "--schedule", "zero-bubble", "--json"
     )
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    pipeline = found["pipeline"]
+    pipeline = result["pipeline"]
     assert (pipeline["schedule"], pipeline["ends"], pipeline["hold"]) == ("zero-bubble", [1, 2, 3], True)
     assert [len(row) for row in pipeline["timetable"]] == [12, 12, 12]  # F, I and W of 4 micro-batches
-    assert [place["num_bytes"] for place in pipeline["places"]] != 3 * [found["memory"][0]["total_bytes"]]
-    assert max(place["num_bytes"] for place in pipeline["places"]) == found["memory"][0]["total_bytes"]
+    assert [place["num_bytes"] for place in pipeline["places"]] != 3 * [result["memory"][0]["total_bytes"]]
+    assert max(place["num_bytes"] for place in pipeline["places"]) == result["memory"][0]["total_bytes"]
     assert sum(stage["share"] for place in pipeline["places"] for stage in place["stages"]) == pytest.approx(1)
     assert json.loads(planned(capsys, "tiny-qwen3", "--json")[1])["pipeline"] is None
 
@@ -176,8 +176,8 @@ def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: i
     )
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
-    told = words(r"stage 1: layer 1\b", rf"\b{num}\s+micro-batches through 3 stages", r"the\s+bubble")
-    assert re.search(told, out), out
+    message = words(r"stage 1: layer 1\b", rf"\b{num}\s+micro-batches through 3 stages", r"the\s+bubble")
+    assert re.search(message, out), out
     assert bool(re.search(r"^  0 F", out, re.MULTILINE)) == drawn
     assert ("too long to be drawn" in out) != drawn
 
@@ -185,16 +185,16 @@ def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: i
 def test_a_page() -> None:
     figures = figures_of(tiny.of("qwen3", num_hidden_layers=8), Pipeline("v"), pp=2, fsdp=2, cp=2)
     text = plan_page(figures, ORIGIN)
-    found = Read(text)
-    places = found.table("place")
+    result = Read(text)
+    places = result.table("place")
     assert [row["place"] for row in places] == ["pp 0", "pp 1"]
     assert re.fullmatch(r"stage 0: layers? [\d-]+\nstage 3: layers? [\d-]+", places[0]["stages"]), places
     assert len(re.findall(r'<i class="[FIW]( later)?" style="left:', text)) == 2 * 2 * 3 * 8
-    assert "backward: gradients of the weights" in found.text
-    drawn = [title for title in found.titles if title.startswith("rank ")]
+    assert "backward: gradients of the weights" in result.text
+    drawn = [title for title in result.titles if title.startswith("rank ")]
     assert drawn[5].startswith("rank 5: data rank 0, pp 1, cp 1")
-    assert re.search(words("pp 1", r"pp = 2[^=]*4 groups of 2\s*one is 0, 4", "cp = 2"), found.text)
-    embed = found.table("parameter")[0]["parameter"]
+    assert re.search(words("pp 1", r"pp = 2[^=]*4 groups of 2\s*one is 0, 4", "cp = 2"), result.text)
+    embed = result.table("parameter")[0]["parameter"]
     assert re.fullmatch(r"embed\.weight\n.*\nat pp 0", embed), embed
     ends = [float(n) for n in re.findall(r"left:([\d.]+)%;width:[\d.]+%", text)]
     assert max(ends) < 100
@@ -204,6 +204,8 @@ def test_a_page_of_much() -> None:
     figures = figures_of(tiny.of("qwen3", num_hidden_layers=8), num=512, pp=8, replicate=2, fsdp=64)
     text = plan_page(figures, ORIGIN)
     assert len(text) < 100_000
-    found = Read(text)
-    assert re.search(words("8,192 actions are too many", "one of 8 places on pp", "one of 2 such replicas"), found.text)
-    assert len([title for title in found.titles if title.startswith("rank ")]) == 64
+    result = Read(text)
+    assert re.search(
+        words("8,192 actions are too many", "one of 8 places on pp", "one of 2 such replicas"), result.text
+    )
+    assert len([title for title in result.titles if title.startswith("rank ")]) == 64

@@ -40,28 +40,29 @@ CASES: dict[str, tuple[MemoryOptions, torch.dtype | None]] = {
 MESHES = {"fsdp=2,tp=2,ep=2": {"fsdp": 2, "tp": 2, "ep": 2}, "pp=2,cp=2": {"pp": 2, "cp": 2}}
 
 
-def _real(source: Path, mesh: dict[str, int], given: list[Any]) -> list[tuple[list[Stored], list[Charge]]]:
-    """Of this rank, with each of the savings."""
-    found = []
-    for memory, state in given:
+def _real(source: Path, mesh: dict[str, int], args: list[Any]) -> list[tuple[list[Stored], list[Charge]]]:
+    """Return the storage and the bill of this rank for each option."""
+    result = []
+    for memory, state in args:
         held = mw.Mesh(**mesh, device="cpu")
         model = mw.load(source, held, memory=memory, pipeline=Pipeline(hold=False if held.axes.pp > 1 else None))
         bill = step_bill(model, TOKENS, NUM_BATCHES, "previous" if held.axes.pp > 1 else "pooled")
-        found.append((model.need(mw.AdamW(state_dtype=state)).stored(held.rank), bill))
-    return found
+        result.append((model.need(mw.AdamW(state_dtype=state)).stored(held.rank), bill))
+    return result
 
 
 # Every third of four: each family on a mesh, and each mesh with a family.
 @pytest.mark.parametrize(("name", "sizes"), parts.every(3, product(["qwen3_moe", "qwen3_5_moe"], MESHES)))
 def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -> None:
-    """Every rank, and all savings of one blueprint in turn: none leaves anything behind for the next."""
+    """Each rank takes options in turn: none leaves anything behind for the next."""
+    cases = parts.every(2, CASES.values(), [*MESHES].index(sizes))
     mesh, wide = MESHES[sizes], dict(hidden_size=256, moe_intermediate_size=512)  # matrices with blocks for 8 bits
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **wide)
-    ranks = worlds.run(4, _real, source, mesh, list(CASES.values()))
+    ranks = worlds.run(4, _real, source, mesh, cases)
     axes = Axes(**mesh)
     blueprint = Blueprint.of(tiny.of(name, **wide)).with_options(pipeline=Pipeline(hold=False if axes.pp > 1 else None))
     work = work_of(axes, TOKENS, NUM_BATCHES)
-    for number, (memory, state) in enumerate(CASES.values()):
+    for number, (memory, state) in enumerate(cases):
         figures = Figures(
             "it", blueprint.with_options(memory=memory), axes, work, optimizer=mw.AdamW(state_dtype=state)
         )
@@ -84,8 +85,8 @@ def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
     }  # fmt: skip
     assert usual["state_dtype"] is None
 
-    def counts(found: dict[str, Any], op: str) -> int:
-        return sum(row["count"] for row in found["traffic"] if row["op"] == op)
+    def counts(result: dict[str, Any], op: str) -> int:
+        return sum(row["count"] for row in result["traffic"] if row["op"] == op)
 
     _, full = planned(capsys, "--recompute", "full")
     assert counts(full, "all_to_all") > counts(usual, "all_to_all"), "experts send their rows again"
@@ -104,23 +105,23 @@ def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
 def test_what_is_on_the_host_is_not_on_the_device(capsys: Capture) -> None:
     command = ["plan", "tiny-qwen3", "--mesh", "fsdp=2", "--offload", "--recompute", "full"]
     assert main([*command, "--device", "1GB"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     wanted = ["recompute=full, offload=True", "parameters, float32 on the host", "fits 1 GB", "on the host, and"]
-    assert re.search(words(*wanted), said), said
+    assert re.search(words(*wanted), message), message
     assert main([*command, "--device", "10kB"]) == 1
     assert "To fit, choose" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--offload", "--gather-once"], r"offload=True\b.*\bgather_once=True\b.*choose one"),
         (["--state-dtype", "uint8", "--mesh", "tp=2"], r"8-bit\b.*\btp=2\b.*choose tp from 1\b.*bfloat16"),
     ],
 )
-def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options: list[str], told: str) -> None:
+def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options: list[str], message: str) -> None:
     at = tmp_path / "a.json"
     at.write_text(json.dumps(tiny.of("qwen3", hidden_size=256, intermediate_size=384)))
     assert main(["plan", str(at), *options]) == 2
     err = capsys.readouterr().err
-    assert re.search(told, " ".join(err.split())), err
+    assert re.search(message, " ".join(err.split())), err

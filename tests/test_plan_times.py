@@ -36,7 +36,7 @@ def figures_of(config: dict[str, Any], num: int = 1, memory: MemoryOptions = Mem
 
 
 @pytest.mark.parametrize(
-    ("mesh", "over", "here"),
+    ("mesh", "over", "place"),
     [
         (dict(fsdp=8, tp=8), ("tp",), 8),
         (dict(fsdp=8, tp=8), ("fsdp", "cp"), 1),
@@ -56,11 +56,11 @@ def figures_of(config: dict[str, Any], num: int = 1, memory: MemoryOptions = Mem
         (dict(pp=2, cp=8, tp=2), ("cp%4",), 4),
     ],
 )
-def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str, ...], here: int) -> None:
+def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str, ...], place: int) -> None:
     axes = Axes(**mesh)
-    assert ranks_in_node(axes, over, 8) == here
+    assert ranks_in_node(axes, over, 8) == place
     for group in axes.groups(over):
-        assert min(sum(r // 8 == rank // 8 for r in group) for rank in group) >= here, group
+        assert min(sum(r // 8 == rank // 8 for r in group) for rank in group) >= place, group
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str,
     ],
 )
 def test_a_collective(op: str, mesh: dict[str, int], over: tuple[str, ...], link: str, seconds: float) -> None:
-    found = time_on_links(op, 1_200_000_000, over, Axes(**mesh), PLAIN)
-    assert found.seconds == pytest.approx(seconds)
-    assert found.link == (link or INSIDE)
+    result = time_on_links(op, 1_200_000_000, over, Axes(**mesh), PLAIN)
+    assert result.seconds == pytest.approx(seconds)
+    assert result.link == (link or INSIDE)
 
 
 LAYER, HEAD = 192_946_432 - 2 * 4096 - 2 * 128, 151_936 * 4096  # Qwen3-8B: products of a layer, and of the head
@@ -97,9 +97,9 @@ OPS = 6 * (36 * LAYER + HEAD) * 8192 + 36 * 6 * 32 * 128 * 8192**2  # of 8192 to
 
 def test_a_step_of_a_dense_model() -> None:
     """FSDP hides behind products, tp does not: 4 collectives a layer forward, 4 backward, of all tokens in bfloat16."""
-    found = estimate(figures_of(QWEN3_8B, num=2, fsdp=4, tp=2))
-    assert found.products == pytest.approx(2 * OPS / 2 / 450e12)
-    [of_tp, *_] = found.waits
+    result = estimate(figures_of(QWEN3_8B, num=2, fsdp=4, tp=2))
+    assert result.products == pytest.approx(2 * OPS / 2 / 450e12)
+    [of_tp, *_] = result.waits
     doors = 8192 * 4096 * 2
     per_batch = 8 * 36 * doors / 2 + 4 * doors / 2  # of the embedding and of the head two each
     assert (of_tp.what, of_tp.link) == ("collectives of tp", INSIDE)
@@ -107,9 +107,9 @@ def test_a_step_of_a_dense_model() -> None:
     layer, vocabulary = (LAYER + 2 * 4096 + 256) / 2, HEAD / 2
     gathered = 2 * 2 * 36 * layer * 2 + 2 * vocabulary * (2 + 1) * 2  # a unit twice a batch, but the head once
     summed = 2 * (36 * layer + 2 * vocabulary) * 4
-    assert found.gathers == pytest.approx((gathered + summed) * 3 / 4 / 300e9, rel=1e-3)
-    assert (found.not_hidden, found.bubble) == (0, 0)
-    assert found.seconds == pytest.approx(found.products + found.waited)
+    assert result.gathers == pytest.approx((gathered + summed) * 3 / 4 / 300e9, rel=1e-3)
+    assert (result.not_hidden, result.bubble) == (0, 0)
+    assert result.seconds == pytest.approx(result.products + result.waited)
 
 
 def test_layers_that_run_again_take_a_forward_more() -> None:
@@ -122,11 +122,11 @@ def test_layers_that_run_again_take_a_forward_more() -> None:
 def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     """A small step cannot hide its gathers; stages wait for as long as the schedule says, and for collectives too."""
     few = Figures("it", Blueprint.of(QWEN3_8B), Axes(fsdp=64), work_of(Axes(), 64, 1), cluster=PLAIN)
-    found = estimate(few)
-    assert found.host == pytest.approx(36 * 2e-3)
-    assert found.launching == pytest.approx(found.host - found.products), "so few tokens that the host is slower"
-    assert found.not_hidden == pytest.approx(found.gathers - found.host)
-    assert found.not_hidden > 9 * found.products
+    result = estimate(few)
+    assert result.host == pytest.approx(36 * 2e-3)
+    assert result.launching == pytest.approx(result.host - result.products), "so few tokens that the host is slower"
+    assert result.not_hidden == pytest.approx(result.gathers - result.host)
+    assert result.not_hidden > 9 * result.products
     even = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)
     axes = Axes(pp=4, tp=2)
     blueprint = Blueprint.of(even).with_options(pipeline=Pipeline(ends=(2, 4, 6, 8)))
@@ -137,9 +137,9 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
 
 
 def test_experts_between_nodes() -> None:
-    """Of 64 ranks 56 are in other nodes: 4 times a layer, 8 experts a token, the tokens of a rank."""
-    found = estimate(figures_of(QWEN3_235B_A22B, num=1, fsdp=128, tp=8, ep=64))
-    [experts] = [wait for wait in found.waits if wait.what == "all-to-all of experts"]
+    """56 of 64 ranks are in other nodes: 4 exchanges a layer, 8 experts a token, the tokens of a rank."""
+    result = estimate(figures_of(QWEN3_235B_A22B, num=1, fsdp=128, tp=8, ep=64))
+    [experts] = [wait for wait in result.waits if wait.what == "all-to-all of experts"]
     rows = 8192 / 8 * 8 * 4096 * 2
     assert experts.link == BETWEEN
     assert experts.seconds == pytest.approx(94 * 4 * rows * 56 / 64 / 30e9, rel=1e-3)
@@ -149,8 +149,8 @@ def test_devices_have_links() -> None:
     assert cluster_of("H200", 8, {}).between == 50
     assert (cluster_of("A100-80GB", 4, {}).inside, cluster_of("b200", 8, {}).flops) == (300, 2250)
     assert cluster_of("80GB", 8, {}).source == cluster_of(None, 8, {}).source == "assumed"
-    given = cluster_of("H100", 8, {"between": 12.5, "inside": None, "flops": None})
-    assert (given.between, given.inside, given.source) == (12.5, 450, "as specified for H100, except for options")
+    args = cluster_of("H100", 8, {"between": 12.5, "inside": None, "flops": None})
+    assert (args.between, args.inside, args.source) == (12.5, 450, "as specified for H100, except for options")
 
 
 def test_without_a_cluster_nothing_is_timed() -> None:
@@ -165,7 +165,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     assert main(command) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
-    said = " ".join(out.split())
+    message = " ".join(out.split())
     wanted = [
         "all_to_all .* between nodes", "waits: all-to-all of experts, between nodes",
         "tokens per second per rank, MFU",
@@ -173,29 +173,31 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
         r"\(as specified for H100, except for options\)",
         "A document fills a micro-batch", "links reach 75% of this and matmuls 45%",
     ]  # fmt: skip
-    assert re.search(words(*wanted), said), said
+    assert re.search(words(*wanted), message), message
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    times = found["estimate"]
+    result = json.loads(capsys.readouterr().out)
+    times = result["estimate"]
     parts = times["products"] + sum(w["seconds"] for w in times["waits"]) + times["not_hidden"] + times["bubble"]
     parts += times["launching"]
     assert times["seconds"] == pytest.approx(parts)
     assert times["tokens_a_second"] == pytest.approx(8192 / 8 / times["seconds"])
     assert times["mfu"] == pytest.approx(0.45 * times["products"] / times["seconds"]), "nothing is recomputed"
-    assert {row["link"] for row in found["traffic"]} == {INSIDE, BETWEEN}
-    assert sum(row["seconds"] for row in found["charges"]) == pytest.approx(sum(r["seconds"] for r in found["traffic"]))
+    assert {row["link"] for row in result["traffic"]} == {INSIDE, BETWEEN}
+    assert sum(row["seconds"] for row in result["charges"]) == pytest.approx(
+        sum(r["seconds"] for r in result["traffic"])
+    )
 
 
 def test_a_page() -> None:
     figures = figures_of(tiny.of("qwen3_moe"), fsdp=2, tp=2, ep=2)
-    found = Read(plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""}))
-    rows = found.table("part")
+    result = Read(plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""}))
+    rows = result.table("part")
     assert rows[0]["part"] == "matmuls"
     assert rows[-1]["part"].startswith("a step")
-    assert all(row["estimated"].endswith("inside a node") for row in found.table("what"))
-    assert all(row["estimated time"] for row in found.table("over"))
+    assert all(row["estimated"].endswith("inside a node") for row in result.table("what"))
+    assert all(row["estimated time"] for row in result.table("over"))
     tiles = ["stored by a rank", "a step, estimated", "tokens per second per GPU", "MFU", "tokens in a step"]
-    assert all(each in found.text for each in tiles)
+    assert all(each in result.text for each in tiles)
 
 
 def test_bars_of_collectives_are_as_long_as_these_take() -> None:
@@ -205,8 +207,8 @@ def test_bars_of_collectives_are_as_long_as_these_take() -> None:
     seconds = [time_on_links(r.op, r.num_bytes, r.axes, figures.axes, PLAIN).seconds for r in figures.traffic]
     drawn = [float(each) for each in re.findall(r'class="part".*?class="share" style="width:([\d.]+)%', page)]
     longest = max(range(len(seconds)), key=seconds.__getitem__)
-    due = [each * drawn[longest] / seconds[longest] for each in seconds]
-    assert drawn == pytest.approx(due, abs=0.02)
+    expected = [each * drawn[longest] / seconds[longest] for each in seconds]
+    assert drawn == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize(

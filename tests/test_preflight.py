@@ -27,19 +27,19 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
-    given = ["--set", *sets] if sets else []
-    assert main([command[0], str(path), *command[1:], *given]) == 2
+def message_of(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
+    args = ["--set", *sets] if sets else []
+    assert main([command[0], str(path), *command[1:], *args]) == 2
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_all_that_cannot_be_read_is_told_at_once(
+def test_all_unreadable_files_are_reported_at_once(
     at: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(metrics._NEEDS, "tensorboard", "no_such_package")
     path = file_of(at, at / "m", eval={"path": str(at / "no.jsonl")}, log={"tensorboard": True}, mesh={"tp": 3})
-    found = said(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
+    result = message_of(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
     lines = path.read_text().splitlines()
     line_of = {name: 1 + next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("tp", "tens")}
     for wanted in (
@@ -50,9 +50,9 @@ def test_all_that_cannot_be_read_is_told_at_once(
         f"mesh.tp (line {line_of['tp']}): tp=3 does not divide",
         f"log.tensorboard (line {line_of['tens']}): needs the package no_such_package",
     ):
-        assert wanted in found, found
-    assert "train.length" not in found  # no length is advised for a mesh that cannot be
-    wrong_model = said(capsys, path, "model=no/where/at/all", command=command)
+        assert wanted in result, result
+    assert "train.length" not in result  # no length is advised for a mesh that cannot be
+    wrong_model = message_of(capsys, path, "model=no/where/at/all", command=command)
     assert "model (--set model=no/where/at/all): model = 'no/where/at/all' is neither a directory" in wrong_model
     assert "has 3 mistakes" in wrong_model
     assert "train.length" not in wrong_model  # the mesh waits for the model
@@ -68,23 +68,23 @@ def test_all_that_cannot_be_read_is_told_at_once(
     ],
 )
 def test_what_the_model_refuses(at: Path, sets: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, file_of(at, at / "m"), *sets, command=["data"])
-    assert wanted in found
-    assert "has 1 mistake:" in found
+    result = message_of(capsys, file_of(at, at / "m"), *sets, command=["data"])
+    assert wanted in result
+    assert "has 1 mistake:" in result
 
 
-def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of held-out data too, before any rank starts."""
+def test_bad_rows_of_all_sources_are_reported_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held-out data count too, and no rank has started."""
     path = file_of(at, at / "m", eval={"path": str(at / "bad.jsonl")})
-    assert "bad.jsonl:1" in said(capsys, path, command=["train"])
+    assert "bad.jsonl:1" in message_of(capsys, path, command=["train"])
     (at / "worse.jsonl").write_text("no JSON\n")
-    found = said(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
-    assert "bad.jsonl:1" in found
-    assert "worse.jsonl:1" in found
+    result = message_of(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
+    assert "bad.jsonl:1" in result
+    assert "worse.jsonl:1" in result
 
 
 def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any rank starts, by what the newest checkpoint says."""
+    """The newest checkpoint decides before any rank starts."""
     config = config_file.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
     data = launch.prepared(config).data
     state = asdict(resume_point.Position(data.plan.fingerprint, stream=36, num_steps=10))
@@ -105,7 +105,7 @@ def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatc
 def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
     at: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By shares of the tokens of the run, each of half of them: the small one is read twice as often."""
+    """Each source has half of the tokens, so the small one is read twice as often."""
     text = file_of(at, at / "m", eval={"path": str(at / "held.jsonl"), "every": 5})
     shares = ["data.0.share=0.5", f"data.1.path={at / 'held.jsonl'}", "data.1.share=0.5", "train.steps=4"]
     assert main(["data", str(text), "--set", *shares]) == 0

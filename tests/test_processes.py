@@ -1,4 +1,4 @@
-"""How the launcher watches and ends its ranks, which are small shell scripts here; and the lock of OUT."""
+"""The launcher watches and ends its ranks, which these tests replace by shell scripts; and the lock of OUT."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BLAMES = mw.RankError("rank 1: stopped (SIGSTOP, a debugger)")
 SAVES = "trap 'exit {}' {}; touch $READY; while :; do sleep 0.02; done"
 
 
-def told(write: str) -> str:
-    """A rank that has told something to its launcher, from `written`."""
+def report(write: str) -> str:
+    """Write the shell line of a rank that reports a failure from `written`."""
     return f'cp "$WRITTEN/{write}" "$TORCHELASTIC_ERROR_FILE"'
 
 
@@ -61,46 +61,47 @@ SENT = "got SIGTERM; the step was finished and the run saved. This command did n
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
-    ("ranks", "asked", "first", "says", "number"),
+    ("ranks", "requested", "first", "says", "number"),
     [
         (["exit 0", "exit 0"], 0, None, "", 0),
-        ([f"{told('blames')}; exit 2", STOPPED], 0, 0, KILLED, 0),
-        ([f"{told('blames')}; exit 2", HANGS], 0, 0, KILLED, 0),
-        ([f"{AFTER_RANK_1}; {told('blames')}; exit 2", DIES], 0, 1, "was killed (SIGKILL): by a user", 0),
-        ([f"{AFTER_RANK_1}; sleep 0.1; exit 143", f"{told('signal')}; touch $READY; exit 143"], 0, 1, SENT, 0),
+        ([f"{report('blames')}; exit 2", STOPPED], 0, 0, KILLED, 0),
+        ([f"{report('blames')}; exit 2", HANGS], 0, 0, KILLED, 0),
+        ([f"{AFTER_RANK_1}; {report('blames')}; exit 2", DIES], 0, 1, "was killed (SIGKILL): by a user", 0),
+        ([f"{AFTER_RANK_1}; sleep 0.1; exit 143", f"{report('signal')}; touch $READY; exit 143"], 0, 1, SENT, 0),
         ([SAVES.format(138, "USR1"), SAVES.format(138, "USR1")], signal.SIGUSR1, None, "", signal.SIGUSR1),
         ([SAVES.format(143, "TERM"), SAVES.format(143, "TERM")], signal.SIGHUP, None, "", signal.SIGHUP),
         ([HANGS, SAVES.format(143, "TERM")], signal.SIGTERM, None, "", signal.SIGTERM),
-        ([LATER.format(told("blames")), SAVES.format(130, "INT")], 2, None, "", 2),
-        ([LATER.format(told("blames")), STOPPED], 2, 0, KILLED, 2),
-        ([SAVES.format(143, "TERM"), LATER.format(told("fails"))], 15, 1, "failed: Value", 15),
+        ([LATER.format(report("blames")), SAVES.format(130, "INT")], 2, None, "", 2),
+        ([LATER.format(report("blames")), STOPPED], 2, 0, KILLED, 2),
+        ([SAVES.format(143, "TERM"), LATER.format(report("fails"))], 15, 1, "failed: Value", 15),
     ],
 )  # fmt: skip
 def test_how_ranks_end(
-    tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[str], asked: int, first: int | None,
+    tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[str], requested: int,
+    first: int | None,
     says: str, number: int,
 ) -> None:  # fmt: skip
-    """Who was first is named, never a rank that the launcher itself has killed; and no process stays."""
+    """The launcher names the first rank to fail, never one that it has killed itself; no process stays."""
     started, signals = [], list[int]()
 
     def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
         at = int(environment["RANK"])
         ready = {"WRITTEN": str(written), "READY": str(tmp_path / f"ready-{at}")}
         started.append(subprocess.Popen(["sh", "-c", ranks[at]], env={**environment, **ready}))
-        while asked and at + 1 == len(ranks) and len([*tmp_path.glob("ready-*")]) < len(ranks):
+        while requested and at + 1 == len(ranks) and len([*tmp_path.glob("ready-*")]) < len(ranks):
             time.sleep(0.01)
-        signals.extend([asked] if asked and at + 1 == len(ranks) else [])
+        signals.extend([requested] if requested and at + 1 == len(ranks) else [])
         return started[-1]
 
     monkeypatch.setattr(processes, "start_process", start)
-    waits = any(rank in (HANGS, STOPPED) for rank in ranks)  # others are given time to start on a busy machine
+    waits = any(rank in (HANGS, STOPPED) for rank in ranks)  # lets others start on a busy machine
     monkeypatch.setattr(processes, "_AFTER_RECORD_S", 0.3 if waits else 3.0)
     began = time.monotonic()
-    found = processes.run_ranks(2, ["train"], tmp_path / "logs", 1, signals)
+    result = processes.run_ranks(2, ["train"], tmp_path / "logs", 1, signals)
     assert time.monotonic() - began < 5
-    assert found.signal == number
-    assert (found.failure and found.failure.rank) == first
-    assert says in str(found.failure or "")
+    assert result.signal == number
+    assert (result.failure and result.failure.rank) == first
+    assert says in str(result.failure or "")
     assert all(process.poll() is not None for process in started)
 
 
@@ -108,10 +109,10 @@ def test_signals_are_noted_and_those_of_nohup_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop.record_signals() as asked:
+        with stop.record_signals() as requested:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.raise_signal(number)
-        assert asked == [signal.SIGTERM, signal.SIGUSR1]
+        assert requested == [signal.SIGTERM, signal.SIGUSR1]
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
@@ -124,8 +125,8 @@ def refused(path: Path) -> str:
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    """What a dead process left is no lock. Ranks of torchrun refuse an OUT that is in use before they load anything,
-    and leave its failure.txt alone."""
+    """A dead process leaves no lock. Ranks of torchrun refuse an OUT in use before they load anything, and leave its
+    failure.txt alone."""
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, tmp_path / "no model", mesh={"fsdp": 2})
     out = tmp_path / "out"
@@ -138,8 +139,8 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.truncate(other, 0)
     os.write(other, b"process 8 on node3, since Monday: meshwright train run.toml\n")
-    for said in worlds.run(2, refused, path):
-        assert "process 8 on node3, since Monday: meshwright train run.toml; wait for its end" in said
+    for message in worlds.run(2, refused, path):
+        assert "process 8 on node3, since Monday: meshwright train run.toml; wait for its end" in message
     assert sorted(file.name for file in out.iterdir()) == [lock.LOCK]
     os.close(other)
     (tmp_path / "file").touch()

@@ -46,23 +46,23 @@ def noise(at: Path, height: int, width: int, mode: str = "RGB") -> Path:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
 def test_patches_are_those_of_transformers(directory: Path, tmp_path: Path, mode: str) -> None:
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    reference = Qwen2VLImageProcessorPil.from_pretrained(directory)
     for number, size in enumerate(SIZES):
         file = noise(tmp_path / f"{number}.png", *size, mode)
         view = processor(directory, tmp_path).picture(file.name)
-        due = theirs(Image.open(file), return_tensors="pt")
-        assert list(view.grid) == due["image_grid_thw"][0].tolist()
-        mine = (processor(directory, tmp_path).pixels(view).float() - 127.5) / 127.5
-        torch.testing.assert_close(mine, due["pixel_values"], rtol=0, atol=3e-7)
+        expected = reference(Image.open(file), return_tensors="pt")
+        assert list(view.grid) == expected["image_grid_thw"][0].tolist()
+        local = (processor(directory, tmp_path).pixels(view).float() - 127.5) / 127.5
+        torch.testing.assert_close(local, expected["pixel_values"], rtol=0, atol=3e-7)
 
 
-def video_size(*given: Any) -> Any:
+def video_size(*args: Any) -> Any:
     """transformers' own, out of a file that cannot be imported without torchvision."""
     tree = ast.parse((Path(transformers.__file__).parent / "models/qwen3_vl/video_processing_qwen3_vl.py").read_text())
-    found = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "smart_resize")
+    result = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "smart_resize")
     names: dict[str, Any] = {"math": math}
-    exec(compile(ast.Module([found], []), "smart_resize", "exec"), names)
-    return names["smart_resize"](*given)
+    exec(compile(ast.Module([result], []), "smart_resize", "exec"), names)
+    return names["smart_resize"](*args)
 
 
 def test_sizes_are_those_of_transformers() -> None:
@@ -78,17 +78,17 @@ def test_sizes_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(("way", "above"), [(5, 0), (6, 0), (7, 1), (8, 1)])
-def test_a_picture_is_seen_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
+def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
     """A camera that was held on its side says so in the file; 5 and 7 are mirrored too."""
     picture = Image.new("RGB", (32, 8), "white")
     picture.paste((0, 0, 0), (0, 0, 16, 8))
     about = Image.Exif()
     about[0x0112] = way
     picture.save(tmp_path / "a.png", exif=about)
-    found = processor(directory, tmp_path)
-    view = found.picture("a.png")
+    result = processor(directory, tmp_path)
+    view = result.picture("a.png")
     assert view.grid == (1, 8, 2)
-    half = found.pixels(view).view(2, -1)
+    half = result.pixels(view).view(2, -1)
     assert half[above].float().mean() < 10  # the half that is black, above or below
     assert half[1 - above].float().mean() > 245
 
@@ -126,24 +126,24 @@ def as_mp4(at: Path, num: int, fps: int) -> Path:
 @pytest.mark.parametrize("kind", ["gif", "mp4"])
 def test_pictures_of_a_video_are_taken_evenly(directory: Path, tmp_path: Path, kind: str) -> None:
     file = {"gif": as_gif, "mp4": as_mp4}[kind](tmp_path / f"a.{kind}", 30, 10)
-    found = processor(directory, tmp_path)
-    view = found.video(file.name, None)
+    result = processor(directory, tmp_path)
+    view = result.video(file.name, None)
     assert view.fps == pytest.approx(10)
     assert view.taken == (0, 6, 12, 17, 23, 29)  # 2 a second of 3 seconds
     assert view.grid[0] == 3
-    brightness = found.pixels(view).view(3, -1, 3, 2, 16).float().mean((1, 2, 4)).flatten()
-    due = torch.tensor([each * 255 // 30 for each in view.taken]).float()
-    torch.testing.assert_close(brightness, due, rtol=0, atol=8.0)  # both kinds lose a little
+    brightness = result.pixels(view).view(3, -1, 3, 2, 16).float().mean((1, 2, 4)).flatten()
+    expected = torch.tensor([each * 255 // 30 for each in view.taken]).float()
+    torch.testing.assert_close(brightness, expected, rtol=0, atol=8.0)  # both kinds lose a little
     assert processor(directory, tmp_path, fps=5.0).video(file.name, None).grid[0] == 8  # 15, the last shown twice
 
 
 def test_a_video_as_pictures(directory: Path, tmp_path: Path) -> None:
     names = [shown.drawn(tmp_path / f"{at}.png", colour).name for at, colour in enumerate(("red", "green", "blue"))]
-    found = processor(directory, tmp_path)
-    view = found.video(names, 4.0)
+    result = processor(directory, tmp_path)
+    view = result.video(names, 4.0)
     assert view.grid[0] == 2
     assert view.times == [0.125, 0.5]
-    rows = found.pixels(view).view(2, -1, 3, 2, 16)
+    rows = result.pixels(view).view(2, -1, 3, 2, 16)
     assert torch.equal(rows[1, :, :, 0], rows[1, :, :, 1])  # the last is shown twice
 
 
@@ -196,23 +196,23 @@ def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: 
 
 
 def test_a_file_of_both_processors(tmp_path: Path) -> None:
-    """As transformers writes it now."""
+    """transformers writes this file now."""
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": shown.IMAGE_SETTINGS}))
     noise(tmp_path / "b.png", 8, 8)
     assert processor(tmp_path, tmp_path).picture("b.png").grid == (1, 2, 2)
 
 
 def test_a_picture_that_has_changed(directory: Path, tmp_path: Path) -> None:
-    file, found = noise(tmp_path / "b.png", 8, 8), processor(directory, tmp_path)
-    view = found.picture("b.png")
+    file, result = noise(tmp_path / "b.png", 8, 8), processor(directory, tmp_path)
+    view = result.picture("b.png")
     noise(file, 16, 16)
     with pytest.raises(mw.DataError, match=r"had .* bytes when the data were read"):
-        found.pixels(view)
+        result.pixels(view)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mode: str) -> None:
-    """As processors and servers show it, and not black on black."""
+    """Processors and servers show white, not black on black."""
     clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     clear.paste((0, 0, 0, 255), (16, 16, 32, 48))
     clear.convert(mode).save(tmp_path / "a.png")

@@ -25,15 +25,16 @@ def traced(path: Path, *sets: str) -> None:
     """A run, and the same without a trace."""
     trainer = Trainer(config_file.read(path, sets))
     layers = [layer for layer in trainer.model.parts[0].modules() if isinstance(layer, Layer)]
-    plain = [layer.run for layer in layers]
+    runs = [layer.run for layer in layers]
     trainer.run()
-    assert [layer.run for layer in layers] == plain
+    assert [layer.run for layer in layers] == runs
     assert not trace.on
-    Trainer(config_file.read(path, [*sets, "log.profile=0", f"out={path.parent / 'plain' / 'out'}"])).run()
+    plain = ["log.profile=0", "eval.every=100", "sample.every=100", f"out={path.parent / 'plain' / 'out'}"]
+    Trainer(config_file.read(path, [*sets, *plain])).run()
 
 
 def test_a_trace_names_its_regions(tmp_path: Path) -> None:
-    """In backward too, where a door is passed again or not."""
+    """Recomputation passes some doors again in backward."""
     model = source(tmp_path / "m", "qwen3_moe")
     chats(tmp_path / "chats.jsonl")
     chats(tmp_path / "few.jsonl", 5)
@@ -46,14 +47,14 @@ def test_a_trace_names_its_regions(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "plain")
     assert not (tmp_path / "plain" / "out" / "profile").exists()
     for rank in range(2):
-        found = regions(tmp_path / "out" / "profile" / f"rank-{rank}.json.gz")
-        assert [found[each] for each in ("step", "wait for data", "forward and backward", "update")] == [2] * 4
-        assert [found[each] for each in ("evaluate", "sample", "save")] == [1] * 3  # steps 3 and 4
-        assert found["layers.0"] == found["layers.1"] == found["layers.2"] > 4
-        doors = [name for name in found if name.startswith("layers.0.")]
+        result = regions(tmp_path / "out" / "profile" / f"rank-{rank}.json.gz")
+        assert [result[each] for each in ("step", "wait for data", "forward and backward", "update")] == [2] * 4
+        assert [result[each] for each in ("evaluate", "sample", "save")] == [1] * 3  # steps 3 and 4
+        assert result["layers.0"] == result["layers.1"] == result["layers.2"] > 4
+        doors = [name for name in result if name.startswith("layers.0.")]
         for door in ("layers.0.mixer.enter", "layers.0.mixer.leave"):
-            assert found[f"{door}, forward"] >= found["layers.0"], doors
-            assert found[f"{door}, backward"] == 4, doors  # of 2 micro-batches in each step
+            assert result[f"{door}, forward"] >= result["layers.0"], doors
+            assert result[f"{door}, backward"] == 4, doors  # of 2 micro-batches in each step
         assert any("dispatch" in name for name in doors), doors
 
 

@@ -26,13 +26,13 @@ def flipped(at: Path, bit: int) -> None:
     at.write_bytes(bytes(data))
 
 
-def said(capsys: pytest.CaptureFixture[str], source: Path) -> tuple[int, dict[str, Any]]:
+def output_of(capsys: pytest.CaptureFixture[str], source: Path) -> tuple[int, dict[str, Any]]:
     code = main(["verify", str(source), "--mesh", "fsdp=2", "--weights", "--json"])
     return code, json.loads(capsys.readouterr().out)["runs"][0]
 
 
 def published(at: Path) -> Path:
-    """As the cache of the hub keeps a model: files are links to blobs that are named by their sha256."""
+    """Write a model like the cache of the hub: links to blobs named by their sha256."""
     made = tiny.directory(at / "made", "qwen3", dtype=torch.bfloat16)
     blobs, snapshot = at / "blobs", at / "snapshots" / "1"
     blobs.mkdir()
@@ -46,17 +46,17 @@ def published(at: Path) -> Path:
 
 
 def test_a_flipped_bit_of_a_published_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the last digit of a weight: no look at the numbers can tell. Before, all was well."""
+    """The last digit of a weight differs, which no look at the numbers shows."""
     source = published(tmp_path)
-    code, run = said(capsys, source)
+    code, run = output_of(capsys, source)
     assert (code, run["oracles"]["W1"]) == (0, [])
     assert [m["count"] for m in run["margins"]["W1"] if "sha256" in m["what"]] == [1]
     flipped((source / "model.safetensors").resolve(), 0)
-    code, run = said(capsys, source)
+    code, run = output_of(capsys, source)
     assert code == 1
-    [found] = run["oracles"]["W1"]
-    assert found["name"] == "model.safetensors"
-    assert re.search(words("sha256", "the hub has [0-9a-f]{64}", "fetch the file again"), found["what"]), found
+    [result] = run["oracles"]["W1"]
+    assert result["name"] == "model.safetensors"
+    assert re.search(words("sha256", "the hub has [0-9a-f]{64}", "fetch the file again"), result["what"]), result
 
 
 def test_what_a_download_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,22 +66,22 @@ def test_what_a_download_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     noted.mkdir(parents=True)
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
     (noted / "model.safetensors.metadata").write_text(f"{'a' * 40}\n{digest}\n1700000000.0\n")
-    assert said(capsys, source)[0] == 0
+    assert output_of(capsys, source)[0] == 0
     flipped(source / "model.safetensors", 0)
-    assert said(capsys, source)[0] == 1
+    assert output_of(capsys, source)[0] == 1
 
 
 def test_a_weight_that_no_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
-    code, run = said(capsys, source)
+    code, run = output_of(capsys, source)
     assert code == 0
     assert any("is not known" in note for note in run["notes"]), run
     flipped(source / "model.safetensors", 14)
-    code, run = said(capsys, source)
+    code, run = output_of(capsys, source)
     assert code == 1
-    [found] = run["oracles"]["W1"]
-    assert re.search(words(r"a weight of \d\S*e\+3\d on rank 0", "usual"), found["what"]), found
-    assert "damaged" in found["guess"]
+    [result] = run["oracles"]["W1"]
+    assert re.search(words(r"a weight of \d\S*e\+3\d on rank 0", "usual"), result["what"]), result
+    assert "damaged" in result["guess"]
 
 
 def test_a_weight_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_weight_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     data = bytearray((source / "model.safetensors").read_bytes())
     data[-2:] = b"\xc0\x7f"  # NaN
     (source / "model.safetensors").write_bytes(bytes(data))
-    code, run = said(capsys, source)
+    code, run = output_of(capsys, source)
     assert code == 1
     assert re.search(r"1 of \d+ elements on rank 1 are not finite", run["oracles"]["W1"][0]["what"]), run
 

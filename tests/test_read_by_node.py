@@ -75,12 +75,12 @@ def test_loads_fresh_heads_too(tmp_path: Path) -> None:
 
 def value_head(source: Path) -> bool:
     mesh = mw.Mesh(fsdp=2, device="cpu")
-    found = [mw.load(source, mesh, head="value", read=read).stored() for read in ("rank", "node")]
-    return all(torch.equal(t, found[1][name]) for name, t in found[0].items())
+    result = [mw.load(source, mesh, head="value", read=read).stored() for read in ("rank", "node")]
+    return all(torch.equal(t, result[1][name]) for name, t in result[0].items())
 
 
 def shrinking(source: Path) -> str:
-    """A file that ends early, found out in the middle of the work: nobody hangs, each says what it knows."""
+    """Ranks reach the end of a short file in the middle of the work: none hangs, each reports what it knows."""
     from meshwright.weights.reader import Reader
 
     real = Reader.fill

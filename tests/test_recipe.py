@@ -20,7 +20,7 @@ from meshwright.train.config import Config, TrainSection, section_from
 from meshwright.train.config_docs import options_table
 
 PACKAGE = Path(mw.__file__).parent
-WORK = ("sharding", "parallel", "memory", "plan", "ops")  # the rooms that do what an option says, and that price it
+WORK = ("sharding", "parallel", "memory", "plan", "ops")  # packages that implement an option, or estimate it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def test_one_declaration_makes_the_rest() -> None:
 
 
 def test_no_second_list() -> None:
-    """Beside the rooms that do its work, at most three modules name an option: checks and advice about it."""
+    """At most three other modules name an option: checks and advice about it."""
     named = defaultdict[str, set[str]](set)
     names = {each.name for each in fields(MemoryOptions)}
     for path in PACKAGE.rglob("*.py"):
@@ -68,7 +68,7 @@ def test_lists_that_a_type_checker_or_a_lower_room_needs_agree() -> None:
     assert tuple(ORDERS) == SCHEDULES
 
 
-GIVEN = {
+FIELDS_SET = {
     "": Recipe(),
     "--head value --tower --fp8 --fp8-skip *.q.weight,head.*": Recipe(
         head="value", tower=True, fp8="block", fp8_skip=("*.q.weight", "head.*")
@@ -80,11 +80,11 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("line", GIVEN)
+@pytest.mark.parametrize("line", FIELDS_SET)
 def test_the_command_line_makes_a_recipe(line: str) -> None:
     parser = argparse.ArgumentParser()
     add_recipe(parser)
-    assert recipe_of(vars(parser.parse_args(line.split()))) == GIVEN[line]
+    assert recipe_of(vars(parser.parse_args(line.split()))) == FIELDS_SET[line]
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_an_option_of_an_axis_that_is_missing_is_refused(line: str, axis: str) -
 
 def test_a_run_file_makes_a_recipe(tmp_path: Path) -> None:
     def recipe(**sections: Any) -> Recipe:
-        given = {"model": "it", "out": str(tmp_path), "data": [{"path": "a.jsonl"}], **sections}
-        return Config.model_validate(given).recipe
+        args = {"model": "it", "out": str(tmp_path), "data": [{"path": "a.jsonl"}], **sections}
+        return Config.model_validate(args).recipe
 
     assert recipe() == Recipe(dtype=mw.engine.validation.COMPUTE[0], fp8_skip=[])
-    found = recipe(
+    result = recipe(
         train={"recompute": "full", "token_once": 8, "train": ["head.*"], "fp8": "block"},
         pipeline={"ends": [2, 5]}, context={"attention": 1},
     )  # fmt: skip
-    assert (found.memory, found.train, found.fp8) == (MemoryOptions("full", token_once=8), ["head.*"], "block")
-    assert (found.pipeline, found.context) == (Pipeline(ends=(2, 5)), ContextParallel(attention=1))
+    assert (result.memory, result.train, result.fp8) == (MemoryOptions("full", token_once=8), ["head.*"], "block")
+    assert (result.pipeline, result.context) == (Pipeline(ends=(2, 5)), ContextParallel(attention=1))
 
 
 def test_every_option_is_in_a_file_and_where_it_says_so_a_flag() -> None:

@@ -1,4 +1,4 @@
-"""What a recorder sees, and that it is gone when it is left."""
+"""A recorder records every collective, and nothing after it is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _ops(recorder: Recorder) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 @worlds.world(2)
-def test_forward_and_backward_are_seen_with_their_bytes() -> None:
+def test_forward_and_backward_are_recorded_with_their_bytes() -> None:
     mesh = mw.Mesh(tp=2, device="cpu")
     x = torch.ones(3, 5, requires_grad=True)
     with Recorder() as recorder:
@@ -31,7 +31,7 @@ def test_forward_and_backward_are_seen_with_their_bytes() -> None:
 
 
 @worlds.world(2)
-def test_nothing_is_seen_outside() -> None:
+def test_nothing_is_recorded_outside() -> None:
     mw.Mesh(tp=2, device="cpu")
     dist.all_reduce(torch.ones(7))
     recorder = Recorder()
@@ -53,7 +53,7 @@ def test_a_recorder_goes_on_where_it_was_left() -> None:
 
 
 @worlds.world(2)
-def test_what_is_compiled_is_seen() -> None:
+def test_compiled_code_is_recorded() -> None:
     mesh = mw.Mesh(tp=2, device="cpu")
 
     @torch.compile(backend="eager")

@@ -57,7 +57,7 @@ def replaced_with_the_old_time(at: Path) -> None:
 
 
 def written_into(at: Path) -> None:
-    """In place, of the same size."""
+    """Write into the file, at the same size."""
     for file in FILES:
         with (at / file).open("r+b") as out:
             out.write((at / "next" / file).read_bytes())
@@ -102,10 +102,10 @@ def between_the_headers(at: Path, change: Change, monkeypatch: pytest.MonkeyPatc
     read = sources.read_header
 
     def read_header(path: Path) -> Any:
-        found = read(path)
+        result = read(path)
         if path.name == FILES[0]:
             change(at)
-        return found
+        return result
 
     monkeypatch.setattr(sources, "read_header", read_header)
 

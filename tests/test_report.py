@@ -91,8 +91,8 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
 def test_the_last_words_of_a_run(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "first", steps=120)
     held_out = (2 * (1.25 + 1.3 * math.exp(-120 / 200)) - 0.2) / 2
-    said = rf"done, 120 steps; loss \d\.\d{{4}}; lowest held-out loss {held_out:.4f}, at step 120"
-    assert re.fullmatch(said, last_words(folder, "runs/a b")[0])
+    message = rf"done, 120 steps; loss \d\.\d{{4}}; lowest held-out loss {held_out:.4f}, at step 120"
+    assert re.fullmatch(message, last_words(folder, "runs/a b")[0])
     assert last_words(folder, "runs/a b")[1:] == [
         "written to runs/a b:", "  metrics.jsonl              every figure of every step", "next:",
         "  meshwright report 'runs/a b'",
@@ -172,7 +172,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loss = data["charts"][0]["curves"]
     assert [curve["label"] for curve in loss][:3] == ["first", "first: code", "first: held-out"]
     assert len(loss[0]["y"]) == 1000
-    assert text.count('<i class="run run1"></i><small>second</small>') == len(data["charts"])  # beside every chart
+    assert text.count('<i class="run run1"></i><small>second</small>') == len(data["charts"])  # at every chart
     assert [chart["metric"] for chart in data["charts"] if chart["from_zero"]] == ["memory/peak_bytes"]
     assert [experts["steps"][-1] for experts in data["experts"]] == [1000] * 3
     key = '<i class="run run1"></i><small>code</small>'  # of the sources: colours of several runs are the runs' own
@@ -190,7 +190,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_the_bundle_is_what_was_built() -> None:
-    """charts.NOTICE says how; whoever builds it anew changes this."""
+    """charts.NOTICE says how to build it; a new build changes this."""
     assert hashlib.sha256((PACKAGE / "charts.min.js").read_bytes()).hexdigest() == BUNDLE
     notice = (PACKAGE / "charts.NOTICE").read_text()
     assert "npm install echarts@6.1.0" in notice
@@ -204,9 +204,9 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip("no Chromium is on the PATH")
     with sync.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_in_a_browser(tmp_path: Path, browser: Any, width: int, scheme: str, run
         viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, is_mobile=width < 500,
         has_touch=width < 500,
     )  # fmt: skip
-    page, told, asked = context.new_page(), list[str](), list[str]()
-    page.on("console", lambda message: told.append(message.text))
-    page.on("pageerror", lambda error: told.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    page, note, requested = context.new_page(), list[str](), list[str]()
+    page.on("console", lambda message: note.append(message.text))
+    page.on("pageerror", lambda error: note.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") == width
     plot = page.locator('[data-metric="train/loss"]')
@@ -233,8 +233,8 @@ def test_in_a_browser(tmp_path: Path, browser: Any, width: int, scheme: str, run
     (page.touchscreen.tap if width < 500 else page.mouse.move)(*at)
     if runs > 1:
         page.wait_for_selector(".tip", timeout=3000)
-        said = page.locator(".tip").first.inner_text()
-        assert all(f"run-{n}" in said for n in (1, 2)), said
+        output = page.locator(".tip").first.inner_text()
+        assert all(f"run-{n}" in output for n in (1, 2)), output
     page.select_option("#axis", "tokens")
     page.locator("#smooth").fill("90")
     slider = page.locator(".heat").first.locator("xpath=..").locator("input")
@@ -242,5 +242,5 @@ def test_in_a_browser(tmp_path: Path, browser: Any, width: int, scheme: str, run
     assert page.locator("output").first.inner_text() == "1"
     page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
     page.wait_for_timeout(100)
-    assert (told, len(asked)) == ([], 1)
+    assert (note, len(requested)) == ([], 1)
     context.close()

@@ -27,12 +27,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**made, "qwen3_moe_2": tiny.directory(at / "two", "qwen3_moe", num_experts_per_tok=2)}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Within 1e-9; a gradient that is zero is rounding of the whole one's size, and judged by that, as G1 does."""
-    assert found.keys() == expected.keys()
+def same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare within 1e-9. A zero gradient has rounding of the size of the whole one, and is compared with that, as in
+    G1."""
+    assert result.keys() == expected.keys()
     whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6 * whole), name
+        assert (result[name] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6 * whole), name
 
 
 def of_one_target(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
@@ -51,9 +52,9 @@ def of_one_target(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, 
 def test_one_target_in_the_whole_step(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     """The denominator is of the step: with that of a rank the gradient is halved, or divided by 0."""
     loss, grads = worlds.run(1, of_one_target, sources["qwen3"], {})[0]
-    found = worlds.run(2, of_one_target, sources["qwen3"], mesh)
-    assert [x for x, _ in found] == pytest.approx([loss] * 2, rel=1e-12)
-    same(found[0][1], grads)
+    result = worlds.run(2, of_one_target, sources["qwen3"], mesh)
+    assert [x for x, _ in result] == pytest.approx([loss] * 2, rel=1e-12)
+    same(result[0][1], grads)
 
 
 def cut_into(source: Path, num: int) -> tuple[float, dict[str, Tensor]]:
@@ -67,9 +68,9 @@ def cut_into(source: Path, num: int) -> tuple[float, dict[str, Tensor]]:
 def test_the_number_of_micro_batches_scales_nothing(sources: dict[str, Path]) -> None:
     loss, grads = worlds.run(1, cut_into, sources["qwen3"], 1)[0]
     for num in (2, 4):
-        there, found = worlds.run(1, cut_into, sources["qwen3"], num)[0]
+        there, result = worlds.run(1, cut_into, sources["qwen3"], num)[0]
         assert there == pytest.approx(loss, rel=1e-12)
-        same(found, grads)
+        same(result, grads)
 
 
 def counted(source: Path, mesh: dict[str, int]) -> tuple[int, int]:
@@ -85,11 +86,11 @@ def test_targets_and_tokens_are_counted_once(sources: dict[str, Path], mesh: dic
 
 
 def stepped_both_ways(source: Path, mesh: dict[str, int]) -> list[dict[str, Tensor]]:
-    """What a rank stores after three steps, by `step` and by its two halves."""
+    """Return the parameters of a rank after two steps, by `step` and by its two halves."""
     out = []
     for halves in (False, True):
         engine = build(source, mesh)
-        for _ in range(3):
+        for _ in range(2):
             if halves:
                 engine.backward(mine(engine))
                 engine.update()
@@ -101,15 +102,17 @@ def stepped_both_ways(source: Path, mesh: dict[str, int]) -> list[dict[str, Tens
 
 def test_every_way_to_step_finishes_the_sums(sources: dict[str, Path]) -> None:
     """Norms, whose gradient is a share on each rank of tp, are the same bits on both."""
-    found = worlds.run(2, stepped_both_ways, sources["qwen3"], dict(tp=2))
-    for name, whole in found[0][0].items():
-        assert all(torch.equal(whole, other[name]) for other in (found[0][1], found[1][0])) or "norm" not in name, name
-    for step, halves in found:
+    result = worlds.run(2, stepped_both_ways, sources["qwen3"], dict(tp=2))
+    for name, whole in result[0][0].items():
+        assert all(torch.equal(whole, other[name]) for other in (result[0][1], result[1][0])) or "norm" not in name, (
+            name
+        )
+    for step, halves in result:
         assert all(torch.equal(step[name], halves[name]) for name in step)
 
 
 def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
-    """The norm that `update` returns, and that of what the optimizer is given."""
+    """Return the norm that `update` returns, and the norm of the gradients that the optimizer gets."""
     engine, seen = build(source, mesh, max_norm=0.05), []
 
     class Watched(engine_module.LocalOptimizer):
@@ -123,7 +126,7 @@ def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)], ids=trials.named)
-def test_what_is_clipped_has_the_norm_that_was_asked_for(sources: dict[str, Path], mesh: dict[str, int]) -> None:
+def test_clipped_gradients_have_max_norm(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     for before, after in worlds.run(2, clipped, sources["qwen3_moe"], mesh):
         assert before > 0.05
         assert after == pytest.approx(0.05, rel=1e-9)
@@ -137,7 +140,7 @@ def test_there_is_one_place_that_clips() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Attribute) and (node.attr.startswith("clip_grad") or node.attr == "max_norm")
     }
-    # what is noted; what the engine must have done; what it is told; whether a step was clipped
+    # notes; what the engine must have done; its options; whether a step was clipped
     others = {"checkpoint.py", "independent_checks.py", "run.py", "loop.py"}
     assert named == {"agreement.py", "engine.py", *others}
 
@@ -156,8 +159,8 @@ def crowded(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict
 
 @pytest.mark.parametrize("mesh", [{}, dict(fsdp=2), dict(fsdp=2, ep=2), dict(tp=2, ep=2)], ids=trials.named)
 def test_experts_without_tokens_decay(sources: dict[str, Path], mesh: dict[str, int]) -> None:
-    found = worlds.run(trials.world_of(mesh), crowded, sources["qwen3_moe"], mesh)
-    before, after, load_E = found[0]
+    result = worlds.run(trials.world_of(mesh), crowded, sources["qwen3_moe"], mesh)
+    before, after, load_E = result[0]
     assert int((load_E == 0).sum()) == 5
     for name in (n for n in before if ".layers.0.mlp.experts." in n):
         decayed = torch.allclose(after[name], before[name] * (1 - 1e-2 * 0.5), rtol=1e-6, atol=1e-8)
@@ -197,10 +200,10 @@ def test_experts_whose_first_token_comes_late_are_updated_as_by_torch(
     sources: dict[str, Path], mesh: dict[str, int]
 ) -> None:
     """Their moments are as old as those of all others."""
-    found, expected = worlds.run(trials.world_of(mesh), late_experts, sources["qwen3_moe"], mesh)[0]
-    assert found.keys() == expected.keys()
+    result, expected = worlds.run(trials.world_of(mesh), late_experts, sources["qwen3_moe"], mesh)[0]
+    assert result.keys() == expected.keys()
     for name, p in expected.items():
-        assert torch.allclose(found[name].double(), p, rtol=0, atol=1e-6), name
+        assert torch.allclose(result[name].double(), p, rtol=0, atol=1e-6), name
 
 
 def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -209,8 +212,8 @@ def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, T
     first = 2 * engine.model.mesh.data_rank
 
     def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        mine_k = torch.arange(first, first + k)
-        return logits_TE.softmax(-1)[:, mine_k], mine_k.expand(len(logits_TE), k)
+        own_k = torch.arange(first, first + k)
+        return logits_TE.softmax(-1)[:, own_k], own_k.expand(len(logits_TE), k)
 
     qwen3_moe.ops.route = route
     engine.backward(mine(engine))
@@ -241,5 +244,5 @@ def test_models_of_other_heads_in_one_process(tmp_path: Path, sources: dict[str,
     both, size = [sources["qwen3"], few], trials.world_of(mesh)
     alone = [worlds.run(size, in_turn, [source], mesh)[0][0] for source in both]
     first, second, again, once_more = worlds.run(size, in_turn, both, mesh)[0]
-    for found, expected in zip((first, second, once_more, again), (*alone, *alone), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip((first, second, once_more, again), (*alone, *alone), strict=True):
+        assert torch.equal(result, expected)

@@ -18,7 +18,7 @@ from meshwright.models.rope_config import KINDS, rotary_of
 from meshwright.ops import Rotary, rope_tables
 from meshwright.verify import shrink
 from tests import parts, tiny, trials, worlds
-from tests.test_transformers import agree, ours, theirs
+from tests.test_transformers import agree, ours, reference_outputs
 from tests.words import words
 
 Fields = dict[str, Any]
@@ -40,20 +40,19 @@ SHALLOW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_att
 
 
 def parameters(name: str, kind: str) -> Fields:
-    """What a config has for a family, as transformers 5 writes it."""
+    """Return the fields of a family's config, as transformers 5 writes them."""
     return {**(PARTLY if name.startswith("qwen3_5") else {"rope_theta": 1000.0}), **SCALED[kind]}
 
 
 @pytest.mark.parametrize("name", parts.every(2, FAMILIES))
 def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
-    """Of every type, in two worlds for all of them."""
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
     changes = {kind: {"rope_parameters": parameters(name, kind), **shallow} for kind in SCALED}
     sources = {kind: tiny.directory(tmp_path / kind, name, **changes[kind]) for kind in SCALED}
-    found = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
-    expected = worlds.in_turn(1, {kind: partial(theirs, name, changes[kind]) for kind in SCALED})
+    result = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
+    expected = worlds.in_turn(1, {kind: partial(reference_outputs, name, changes[kind]) for kind in SCALED})
     for kind in SCALED:
-        agree(found[kind][0], expected[kind][0])
+        agree(result[kind][0], expected[kind][0])
 
 
 # Where the files of one time or another state the fields.
@@ -72,7 +71,7 @@ SPELLED: dict[str, tuple[str, Fields]] = {
 @pytest.mark.parametrize(("name", "changes"), SPELLED.values(), ids=SPELLED.keys())
 def test_spelled_as_in_files(tmp_path: Path, name: str, changes: Fields) -> None:
     source = tiny.directory(tmp_path / "m", name, **changes)
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, reference_outputs, name, changes)[0])
 
 
 @pytest.mark.parametrize(("name", "mesh"), parts.every(2, [("qwen3_5", dict(fsdp=2)), ("qwen3", dict(tp=2))]))
@@ -83,18 +82,12 @@ def test_every_oracle_on_a_mesh(tmp_path: Path, name: str, mesh: dict[str, int])
 
 
 CARDS: dict[str, Fields] = {
-    "Qwen3": dict(
-        model_type="qwen3", num_hidden_layers=64, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-        vocab_size=151936, hidden_size=5120, intermediate_size=25600, rope_theta=1000000,
-        max_position_embeddings=40960, rope_scaling={"rope_type": "yarn", "factor": 4.0, CONTEXT: 32768},
-    ),
-    "Qwen3.5": {
-        **tiny.ODD["qwen3_5"], "head_dim": 256, "rope_parameters": None,
-        "rope_scaling": dict(
-            rope_type="yarn", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True,
-            mrope_section=[11, 11, 10], factor=4.0, **{CONTEXT: 262144},
-        ),
-    },
+    "Qwen3": dict(model_type="qwen3", num_hidden_layers=64, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        vocab_size=151936, hidden_size=5120, intermediate_size=25600, rope_theta=1000000, max_position_embeddings=40960,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, CONTEXT: 32768}),
+    "Qwen3.5": {**tiny.ODD["qwen3_5"], "head_dim": 256, "rope_parameters": None,
+        "rope_scaling": dict(rope_type="yarn", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True,
+        mrope_section=[11, 11, 10], factor=4.0, **{CONTEXT: 262144})},
 }  # fmt: skip
 
 
@@ -120,24 +113,18 @@ def test_a_shrunk_head_can_be_rotated_in_part() -> None:
 YARN = SCALED["yarn"]
 LLAMA3 = SCALED["llama3"]
 REFUSED: dict[str, tuple[Fields, str]] = {
-    "dynamic": (
-        dict(rope_scaling={"type": "dynamic", "factor": 2.0}), words("rope_type='dynamic'", "length", "'yarn'"),
-    ),
-    "longrope": (
-        dict(rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
-        words("rope_type='longrope'", "rope_parameters", "length", "'yarn'"),
-    ),
+    "dynamic": (dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        words("rope_type='dynamic'", "length", "'yarn'")),
+    "longrope": (dict(rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
+        words("rope_type='longrope'", "rope_parameters", "length", "'yarn'")),
     "unknown": (dict(rope_scaling={"rope_type": "yarm"}), words("rope_type='yarm'", *map(repr, KINDS))),
     "of a list": (dict(rope_scaling={"rope_type": ["yarn"]}), r"rope_type=\['yarn'\]"),
-    "two types": (
-        dict(rope_parameters={"rope_type": "default", "type": "yarn", **CARD}),
-        words("rope_type='default'", "type='yarn'", "remove either"),
-    ),
+    "two types": (dict(rope_parameters={"rope_type": "default", "type": "yarn", **CARD}),
+        words("rope_type='default'", "type='yarn'", "remove either")),
     "no type": (dict(rope_scaling={"factor": 4.0}), words("'factor' of rope_scaling", "rope_type='default'", "yarn")),
     "no factor": (dict(rope_scaling={"type": "yarn", CONTEXT: 16}), words("no 'factor'", "rope_type='yarn'")),
-    "factor of null": (
-        dict(rope_scaling={"type": "linear", "factor": None}), words("no 'factor'", "rope_type='linear'"),
-    ),
+    "factor of null": (dict(rope_scaling={"type": "linear", "factor": None}),
+        words("no 'factor'", "rope_type='linear'")),
     "no context": (dict(rope_scaling={"type": "yarn", "factor": 4.0}), words(f"no '{CONTEXT}'", "rope_type='yarn'")),
     "two contexts": (dict(rope_scaling=YARN, **{CONTEXT: 8}), words(f"{CONTEXT}=8", "16", "correct either")),
     "small factor": (dict(rope_scaling={**YARN, "factor": 0.5}), words(r"factor=0\.5", "at least 1")),
@@ -148,37 +135,24 @@ REFUSED: dict[str, tuple[Fields, str]] = {
     "no tokens": (dict(rope_scaling={**YARN, CONTEXT: 0}), words(f"{CONTEXT}=0", "at least 1")),
     "beta crossed": (dict(rope_scaling={**YARN, "beta_fast": 1}), words(r"beta_fast=1\.0", r"above beta_slow=1\.0")),
     "beta of nothing": (dict(rope_scaling={**YARN, "beta_slow": 0}), words(r"beta_slow=0\.0", "at least")),
-    "llama3 crossed": (
-        dict(rope_scaling={**LLAMA3, "high_freq_factor": 0.1}),
-        words(r"high_freq_factor=0\.1", r"above low_freq_factor=0\.1"),
-    ),
-    "attention of nothing": (
-        dict(rope_scaling={**YARN, "attention_factor": 0}), words(r"attention_factor=0\.0", "at least"),
-    ),
+    "llama3 crossed": (dict(rope_scaling={**LLAMA3, "high_freq_factor": 0.1}),
+        words(r"high_freq_factor=0\.1", r"above low_freq_factor=0\.1")),
+    "attention of nothing": (dict(rope_scaling={**YARN, "attention_factor": 0}),
+        words(r"attention_factor=0\.0", "at least")),
     "mscale alone": (dict(rope_scaling={**YARN, "mscale": 0.7}), words(r"'mscale': 0\.7", "mscale_all_dim")),
-    "attention twice": (
-        dict(rope_scaling={**YARN, "attention_factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}),
-        words("'attention_factor': 1.0", "alone"),
-    ),
+    "attention twice": (dict(rope_scaling={**YARN, "attention_factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}),
+        words("'attention_factor': 1.0", "alone")),
     "truncate as text": (dict(rope_scaling={**YARN, "truncate": "no"}), r"truncate='no' must be of type bool"),
     "truncate of null": (dict(rope_scaling={**YARN, "truncate": None}), r"truncate=None of rope_scaling\b.*bool"),
-    "a field of another type": (
-        dict(rope_scaling={**SCALED["linear"], "beta_fast": 32}),
-        words("'beta_fast' of rope_scaling", "rope_type='linear'"),
-    ),
-    "theta lost": (
-        dict(rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-        words(r"rope_theta=1000000\.0 of rope_parameters", "lost", "rope_scaling"),
-    ),
-    "scaling lost": (
-        dict(rope_scaling={"rope_type": "default"}, rope_parameters=YARN),
-        words(r"factor=4\.0 of rope_parameters", "lost", "rope_scaling"),
-    ),
+    "a field of another type": (dict(rope_scaling={**SCALED["linear"], "beta_fast": 32}),
+        words("'beta_fast' of rope_scaling", "rope_type='linear'")),
+    "theta lost": (dict(rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        words(r"rope_theta=1000000\.0 of rope_parameters", "lost", "rope_scaling")),
+    "scaling lost": (dict(rope_scaling={"rope_type": "default"}, rope_parameters=YARN),
+        words(r"factor=4\.0 of rope_parameters", "lost", "rope_scaling")),
     "theta of one": (dict(rope_scaling=YARN, rope_theta=1.0), words(r"rope_theta=1\.0", "above 1")),
-    "part of a head": (
-        dict(rope_scaling={**YARN, "partial_rotary_factor": 0.25}),
-        words(r"partial_rotary_factor=0\.25", "whole heads", "remove"),
-    ),
+    "part of a head": (dict(rope_scaling={**YARN, "partial_rotary_factor": 0.25}),
+        words(r"partial_rotary_factor=0\.25", "whole heads", "remove")),
 }  # fmt: skip
 
 
@@ -191,19 +165,19 @@ def refusal(at: Path, config: Fields) -> str:
 
 @pytest.mark.parametrize(("changes", "pattern"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(tmp_path: Path, changes: Fields, pattern: str) -> None:
-    said = refusal(tmp_path, tiny.of("qwen3", **changes))
-    assert said.startswith("config.json: ")
-    assert re.search(pattern, said), said
+    message = refusal(tmp_path, tiny.of("qwen3", **changes))
+    assert message.startswith("config.json: ")
+    assert re.search(pattern, message), message
 
 
-def test_fields_beside_the_text_config_are_refused(tmp_path: Path) -> None:
+def test_fields_next_to_the_text_config_are_refused(tmp_path: Path) -> None:
     """transformers reads those inside alone, and would train without them."""
     config = {"model_type": "qwen3_5", "text_config": tiny.ODD["qwen3_5"], "rope_scaling": YARN}
     assert "rope_scaling at the top" in refusal(tmp_path, config)
 
 
 def test_a_family_that_computes_no_scaling_refuses_it(tmp_path: Path) -> None:
-    """In Phi-3, transformers takes yarn for longrope."""
+    """transformers takes yarn for longrope in Phi-3."""
     import examples.phi3  # noqa: F401 - registers the family
 
     assert "rope_type='yarn' is not supported for this family" in refusal(tmp_path, tiny.of("phi3", rope_scaling=YARN))

@@ -39,7 +39,7 @@ def messages(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in conversation(row).messages]
 
 
-def said(row: dict[str, Any], **options: Any) -> list[str]:
+def message_of(row: dict[str, Any], **options: Any) -> list[str]:
     """Documents, with what is learnt in brackets."""
     out = []
     for document in Chat(tokenizer(), ChatOptions(**{"template": GOOD["hybrid"], **options})).documents(row):
@@ -73,22 +73,22 @@ def test_the_history_of_alpaca_is_its_earlier_turns() -> None:
 
 
 def test_template_kwargs_of_a_row_reach_the_template() -> None:
-    """As in TRL: over the arguments of the source, and over what `thinking` would ask for."""
+    """TRL does this: they override the arguments of the source and those of `thinking`."""
     template = GOOD["hybrid"].replace(
         "{%- for m in messages -%}", "{{- mood | default('') -}}{%- for m in messages -%}", 1
     )
     row = {"messages": [ASKS, SAYS], "chat_template_kwargs": {"mood": "calm", "enable_thinking": True, "unused": None}}
-    [text] = said(row, template=template, template_args={"mood": "cross"})
+    [text] = message_of(row, template=template, template_args={"mood": "cross"})
     assert text.startswith("calm<|im_start|>user")
-    assert text.endswith("[<think>\n\n</think>\n\nA<|im_end|>]")  # as a server would get it that had asked for thinking
-    assert said({**row, "chat_template_kwargs": json.dumps({"mood": "calm"})}, template=template)[0][:4] == "calm"
+    assert text.endswith("[<think>\n\n</think>\n\nA<|im_end|>]")  # what a server gets with thinking on
+    assert message_of({**row, "chat_template_kwargs": json.dumps({"mood": "calm"})}, template=template)[0][:4] == "calm"
     assert conversation({**row, "chat_template_kwargs": ""}).template_args == {}
 
 
 def test_tools_of_llama_factory() -> None:
     """Their layout becomes that of OpenAI, token by token."""
     call = {"name": "look", "arguments": {"at": 1}}
-    theirs = {
+    reference = {
         "conversations": [
             HUMAN, {"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "R"}, GPT,
         ],
@@ -101,10 +101,10 @@ def test_tools_of_llama_factory() -> None:
         ],
         "tools": [{"type": "function", "function": TOOL}],
     }  # fmt: skip
-    assert said(theirs) == said(ours)
-    assert "[\n<call>look" in said(ours)[0]
+    assert message_of(reference) == message_of(ours)
+    assert "[\n<call>look" in message_of(ours)[0]
     old = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"at": 1}'}}
-    assert said({**ours, "messages": [*ours["messages"][:2], old, *ours["messages"][3:]]}) == said(ours)
+    assert message_of({**ours, "messages": [*ours["messages"][:2], old, *ours["messages"][3:]]}) == message_of(ours)
     several = conversation({"conversations": [HUMAN, {"from": "function_call", "value": json.dumps([call, call])}]})
     assert [c["function"]["name"] for c in several.messages[1]["tool_calls"]] == ["look"] * 2
 
@@ -112,7 +112,7 @@ def test_tools_of_llama_factory() -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_thinking_has_many_names(name: str) -> None:
     thinks = {"messages": [ASKS, {**SAYS, name: "T"}]}
-    assert said(thinks) == [
+    assert message_of(thinks) == [
         "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n[<think>\nT\n</think>\n\nA<|im_end|>]"
     ]
     assert conversation({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "T"}]}).messages[1] == {
@@ -155,7 +155,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("row", "wanted"), REFUSED, ids=[wanted[:30] for _, wanted in REFUSED])
 def test_a_row_that_would_mean_something_else_is_refused(row: dict[str, Any], wanted: str) -> None:
     with pytest.raises(mw.DataError, match=f"(?s){wanted}"):
-        said(row)
+        message_of(row)
 
 
 def test_what_changes_nothing_passes() -> None:
@@ -163,7 +163,7 @@ def test_what_changes_nothing_passes() -> None:
         "messages": [ASKS, {**SAYS, "weight": 1.0, "train": True, "name": "x"}], "id": 7, "weight": 1, "label": True,
         "labels": 3, "chosen": [SAYS], "rejected": [SAYS], "history": [], "prompt": "U", "source": None,
     }  # fmt: skip
-    assert said(row) == said({"messages": [ASKS, SAYS]})
+    assert message_of(row) == message_of({"messages": [ASKS, SAYS]})
     assert Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).unused(row) == {*row} - {"messages", "source"}
     assert messages({"prompt": "U", "chosen": "A", "rejected": "B"} | {"completion": "A"}) == messages(
         {"messages": [ASKS, SAYS]}
@@ -191,7 +191,7 @@ def chats(file: Path, *rows: Any) -> Path:
 def recipe(file: Path, **options: Any) -> TokenizeSpec:
     chat = Chat(tokenizer(), ChatOptions(template=GOOD["plain"]))
     return TokenizeSpec(
-        **{"name": "mine", "files": (file,), "make": chat.documents, "settings_key": "", "unused": chat.unused}
+        **{"name": "data", "files": (file,), "make": chat.documents, "settings_key": "", "unused": chat.unused}
         | options
     )
 
@@ -202,15 +202,15 @@ def test_bad_rows_are_grouped_and_all_named(tmp_path: Path, caplog: pytest.LogCa
     file = chats(tmp_path / "a.jsonl", good, *typo, half, '{"messages"', "null")
     with pytest.raises(mw.DataError) as error:
         prepare(recipe(file), tmp_path / "cache")
-    said = str(error.value).splitlines()
-    assert [line.split(": ")[0] for line in said[1:-1]] == [
+    message_of = str(error.value).splitlines()
+    assert [line.split(": ")[0] for line in message_of[1:-1]] == [
         f"  30 rows, the first {file}:2", f"  1 row, the first {file}:32", f"  1 row, the first {file}:33",
         f"  1 row, the first {file}:34",
     ]  # fmt: skip
-    assert said[4].endswith("it is null, not an object")
+    assert message_of[4].endswith("it is null, not an object")
     documents = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
     assert (len(documents), documents.statistics.skipped, documents.unused) == (1, 33, ["id"])
-    assert "fields of mine that are not used: id" in caplog.text
+    assert "fields of data that are not used: id" in caplog.text
     for listing in (tmp_path / "cache").glob("*.rows.txt"):
         assert [line.split(": ")[0] for line in listing.read_text().splitlines()] == [
             f"{file}:{n}" for n in range(2, 35)
@@ -282,11 +282,11 @@ def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = iter([0, 1 << 20, 2 << 30])
     monkeypatch.setattr(template_sandbox, "_peak_bytes", lambda: next(sizes))
     with pytest.raises(mw.DataError, match="more than 1 GiB of memory"):
-        said({"messages": [ASKS, SAYS]}, template=ENDLESS)
+        message_of({"messages": [ASKS, SAYS]}, template=ENDLESS)
     monkeypatch.undo()
     monkeypatch.setattr("meshwright.data.chat.MOST_CHARACTERS", 10)
     with pytest.raises(mw.DataError, match="writes 11 characters for the first 1 messages; at most 10"):
-        said({"messages": [ASKS, SAYS]}, template="{{ 'x' * 11 }}")
+        message_of({"messages": [ASKS, SAYS]}, template="{{ 'x' * 11 }}")
 
 
 TOO_LARGE = {  # of one operation in C, which no thread could end
@@ -299,12 +299,14 @@ TOO_LARGE = {  # of one operation in C, which no thread could end
 @pytest.mark.parametrize("operation", sorted(TOO_LARGE))
 def test_an_operation_that_could_not_be_ended_is_refused(operation: str) -> None:
     with pytest.raises(mw.DataError, match=r"SecurityError|OverflowError"):
-        said({"messages": [ASKS, SAYS]}, template="{% set n = 99999999 %}{% set width = n %}{{ " + operation + " }}")
+        message_of(
+            {"messages": [ASKS, SAYS]}, template="{% set n = 99999999 %}{% set width = n %}{{ " + operation + " }}"
+        )
 
 
 def test_what_templates_reckon_stays() -> None:
-    given = "2 ** 10, 7 % 2, 'ab' * 3, [0] * 2, 2 * 0.5, '%05.1f' % 2, '%s'|format(10 ** 12), 'a'.ljust(3), 9e9|round"
-    [ours, plain] = [each().from_string("{{ [" + given + "] }}") for each in (Sandbox, ImmutableSandboxedEnvironment)]
+    args = "2 ** 10, 7 % 2, 'ab' * 3, [0] * 2, 2 * 0.5, '%05.1f' % 2, '%s'|format(10 ** 12), 'a'.ljust(3), 9e9|round"
+    [ours, plain] = [each().from_string("{{ [" + args + "] }}") for each in (Sandbox, ImmutableSandboxedEnvironment)]
     assert ours.render() == plain.render()
 
 
@@ -392,15 +394,15 @@ def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
 
 def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     rows = [{"text": "ab"}, {"text": "a" * 50}, {"text": "abc"}, {"text": "a" * 60}]
-    found = prepare(
+    result = prepare(
         recipe(chats(tmp_path / "a.jsonl", *rows), make=Texts(tokenizer()).documents, unused=None), tmp_path / "cache"
     )
-    source = source_of(found, 10, too_long="drop")
-    counts = found.statistics_of(source.lengths > 0)
+    source = source_of(result, 10, too_long="drop")
+    counts = result.statistics_of(source.lengths > 0)
     assert (counts.documents, counts.tokens, counts.targets, counts.longest, counts.too_long) == (2, 7, 5, 4, 2)
-    assert found.statistics.targets == 7 + 112 - 4
+    assert result.statistics.targets == 7 + 112 - 4
     config = SimpleNamespace(train=SimpleNamespace(streams_per_step=1), mesh=SimpleNamespace(num_data_ranks=1))
-    data = SimpleNamespace(documents=[found], plan=Plan([source], length=10, epochs=1), num_steps=1)
+    data = SimpleNamespace(documents=[result], plan=Plan([source], length=10, epochs=1), num_steps=1)
     text = dry_run.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text
     assert text.splitlines()[1].split()[1:6] == ["4", "2", "7", "5", "4"]

@@ -1,4 +1,4 @@
-"""What a model writes: the same as transformers and on every mesh, and nothing of it is seen by the training."""
+"""Samples equal transformers' on every mesh, and training does not depend on them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,23 @@ from meshwright.train.run import run
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 
-PROMPTS, TOKENS = [[5, 6, 7, 8, 9], [11], [23, 42, 99, 3, 100, 7, 7, 12]], 6
-MESHES = {
-    "qwen3": [dict(fsdp=2), dict(tp=2)],
-    "qwen3_moe": [dict(fsdp=2, ep=2), dict(tp=2, ep=2)],
-    "qwen3_5": [dict(tp=2)],
-}
+PROMPTS, TOKENS = [[5, 6, 7, 8, 9], [11], [23, 42, 99, 3, 100, 7, 7, 12]], 4
+MESHES = {"qwen3": [dict(fsdp=2)], "qwen3_moe": [dict(fsdp=2, ep=2), dict(tp=2, ep=2)], "qwen3_5": [dict(tp=2)]}
 
 
 def peer(at: Path) -> list[list[int]]:
-    """Of transformers, a prompt at a time, with its cache."""
+    """Generate with transformers, a prompt at a time, with its cache."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
     how: dict[str, Any] = dict(do_sample=False, max_new_tokens=TOKENS, eos_token_id=None, pad_token_id=0)
-    asked = [torch.tensor([prompt]) for prompt in PROMPTS]
-    said = [model.generate(ids, attention_mask=torch.ones_like(ids), **how) for ids in asked]
-    return [each[0, len(prompt) :].tolist() for each, prompt in zip(said, PROMPTS, strict=True)]
+    requested = [torch.tensor([prompt]) for prompt in PROMPTS]
+    message = [model.generate(ids, attention_mask=torch.ones_like(ids), **how) for ids in requested]
+    return [each[0, len(prompt) :].tolist() for each, prompt in zip(message, PROMPTS, strict=True)]
 
 
-def said_by(at: Path, mesh: dict[str, int]) -> list[list[list[int]]]:
-    """Greedily, drawn twice, and drawn by another seed."""
+def samples_of(at: Path, mesh: dict[str, int]) -> list[list[list[int]]]:
+    """Sample greedily, twice with one seed, and with another seed."""
     model = mw.load(at, mw.Mesh(**mesh), dtype=torch.float32)
     numbers = torch.get_rng_state()
     drawn = functools.partial(mw.sample, model, PROMPTS, tokens=TOKENS, top_p=0.9)
@@ -58,16 +54,16 @@ def said_by(at: Path, mesh: dict[str, int]) -> list[list[list[int]]]:
         assert after == before[: at_stop[0] + 1 if at_stop else TOKENS]
     with pytest.raises(mw.DataError if model.mesh.rank == 0 else mw.RankError, match="is empty"):
         mw.sample(model, PROMPTS if model.mesh.rank else [[5], []], tokens=TOKENS)
-    said = [greedy, drawn(), drawn(), drawn(seed=1)]
+    message = [greedy, drawn(), drawn(), drawn(seed=1)]
     assert torch.equal(torch.get_rng_state(), numbers)
-    return said
+    return message
 
 
 def test_it_is_what_transformers_writes_on_every_mesh(tmp_path: Path) -> None:
     places = {name: tiny.directory(tmp_path / name, name) for name in MESHES}
-    alone = {name: functools.partial(said_by, at, {}) for name, at in places.items()}
+    alone = {name: functools.partial(samples_of, at, {}) for name, at in places.items()}
     pairs = {
-        (name, str(mesh)): functools.partial(said_by, places[name], mesh)
+        (name, str(mesh)): functools.partial(samples_of, places[name], mesh)
         for name, meshes in MESHES.items()
         for mesh in meshes
     }
@@ -81,17 +77,17 @@ def test_it_is_what_transformers_writes_on_every_mesh(tmp_path: Path) -> None:
 
 
 def test_what_is_drawn() -> None:
-    """By its probability, out of the smallest set that has top_p together."""
+    """Tokens are drawn by probability, from the smallest set that has top_p together."""
     logits = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(4000, -1)
-    found = Counter(_choose(logits, 0.65, [_generator(3, number) for number in range(4000)]).tolist())
-    assert set(found) == {1, 3}
-    assert found[1] / 4000 == pytest.approx(0.4 / 0.7, abs=0.03)
+    result = Counter(_choose(logits, 0.65, [_generator(3, number) for number in range(4000)]).tolist())
+    assert set(result) == {1, 3}
+    assert result[1] / 4000 == pytest.approx(0.4 / 0.7, abs=0.03)
     assert set(_choose(logits[:200], 1.0, [_generator(3, n) for n in range(200)]).tolist()) == {0, 1, 2, 3, 4}
     assert set(_choose(logits[:200], 0.4, [_generator(3, n) for n in range(200)]).tolist()) == {1}
 
 
 def with_and_without(path: Path) -> None:
-    """The same run twice in one world."""
+    """Run twice in one world, without and with samples."""
     sampled = ['sample.prompts=["3?","7?"]', "sample.every=2", "sample.tokens=6", "sample.top_p=0.9"]
     for name, sets in {"plain": [], "sampled": sampled}.items():
         run(config_file.read(path, [*sets, f"out={path.parent / name / 'out'}"]))
@@ -101,28 +97,28 @@ def test_training_does_not_see_it(tmp_path: Path) -> None:
     """Losses and checkpoints are the same bits, with what the router remembers."""
     model = source(tmp_path / "m", "qwen3_5_moe")
     chats(tmp_path / "chats.jsonl")
-    path = file_of(tmp_path, model, save={"export": False}, mesh={"fsdp": 2, "ep": 2}, train={"steps": 5})
+    path = file_of(tmp_path, model, save={"export": False}, mesh={"fsdp": 2, "ep": 2}, train={"steps": 3})
     worlds.run(2, with_and_without, path)
-    found = {}
+    result = {}
     for at in (tmp_path / "plain", tmp_path / "sampled"):
-        checkpoint = at / "out" / "checkpoints" / "step-000005"
+        checkpoint = at / "out" / "checkpoints" / "step-000003"
         files = {f.relative_to(checkpoint): f.read_bytes() for f in checkpoint.rglob("*.safetensors")}
-        found[at.name] = losses(at), files, [line["load"] for line in lines(at, "experts")]
-    assert found["plain"] == found["sampled"]
-    assert len(found["plain"][1]) > 2
-    told = [(line["step"], line["number"], line["prompt"]) for line in lines(tmp_path / "sampled", "sample")]
-    assert told == [(step, number, prompt) for step in (2, 4, 5) for number, prompt in enumerate(("3?", "7?"))]
+        result[at.name] = losses(at), files, [line["load"] for line in lines(at, "experts")]
+    assert result["plain"] == result["sampled"]
+    assert len(result["plain"][1]) > 2
+    message = [(line["step"], line["number"], line["prompt"]) for line in lines(tmp_path / "sampled", "sample")]
+    assert message == [(step, number, prompt) for step in (2, 3) for number, prompt in enumerate(("3?", "7?"))]
 
 
 def generated(at: Path, prompt: str, tokens: int) -> str:
-    """As a server would go on: its template, its end."""
+    """Generate like a server, with the template and its end token."""
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float64), tokenizer_of(at)
-    asked = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**ids, do_sample=False, max_new_tokens=tokens, eos_token_id=tokenizer.eos_token_id)
-    return str(tokenizer.decode(said[0, ids["input_ids"].shape[1] :])).removesuffix("<|im_end|>")
+    requested = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(requested, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    message = model.generate(**ids, do_sample=False, max_new_tokens=tokens, eos_token_id=tokenizer.eos_token_id)
+    return str(tokenizer.decode(message[0, ids["input_ids"].shape[1] :])).removesuffix("<|im_end|>")
 
 
 def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
@@ -131,20 +127,20 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
     prompts = ["3?", "Hello there"]
     path = file_of(tmp_path, model, sample={"prompts": prompts, "tokens": 12}, optim={"lr": 3e-3})
     on_mesh(path, {})
-    told = lines(tmp_path, "sample")
-    assert [line["step"] for line in told] == [STEPS] * 2
-    assert [line["text"] for line in told] == [generated(tmp_path / "out" / "export", each, 12) for each in prompts]
-    assert "x" in told[0]["text"]
-    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
-    common = [*asked, "--tokens", "12"]
+    message = lines(tmp_path, "sample")
+    assert [line["step"] for line in message] == [STEPS] * 2
+    assert [line["text"] for line in message] == [generated(tmp_path / "out" / "export", each, 12) for each in prompts]
+    assert "x" in message[0]["text"]
+    requested = [part for prompt in prompts for part in ("--prompt", prompt)]
+    common = [*requested, "--tokens", "12"]
     [of_run] = worlds.run(1, printed, [str(tmp_path / "out"), *common, "--json"])
-    assert json.loads(of_run) == [{"prompt": line["prompt"], "text": line["text"]} for line in told]
+    assert json.loads(of_run) == [{"prompt": line["prompt"], "text": line["text"]} for line in message]
     [of_export] = worlds.run(1, printed, [str(tmp_path / "out" / "export"), *common, "--text", "--top-p", "0.5"])
     assert [line for line in of_export.splitlines() if line.startswith("> ")] == ["> 3?", "> Hello there"]
 
 
 def printed(arguments: list[str]) -> str:
-    """By the command."""
+    """Run the command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["sample", *arguments]) == 0
     return out.getvalue()
@@ -172,13 +168,13 @@ def test_what_cannot_be_sampled_from_is_refused_before_the_run(tmp_path: Path, s
         launch.prepared(config_file.read(path, [each.format(at=tmp_path) for each in sets]))
 
 
-def said_of(at: Path, **given: Any) -> list[str]:
-    model, said = mw.load(at, mw.Mesh(), head=given.pop("head", "lm")), []
-    for wrong in given.pop("cases"):
+def messages_of(at: Path, **args: Any) -> list[str]:
+    model, message = mw.load(at, mw.Mesh(), head=args.pop("head", "lm")), []
+    for wrong in args.pop("cases"):
         with pytest.raises(mw.MeshwrightError) as error:
             mw.sample(model, **{"prompts": [[5]], "tokens": 2, **wrong})
-        said.append(str(error.value))
-    return said
+        message.append(str(error.value))
+    return message
 
 
 def test_what_is_refused_from_python(tmp_path: Path) -> None:
@@ -192,7 +188,7 @@ def test_what_is_refused_from_python(tmp_path: Path) -> None:
         "outside the vocabulary of 131": {"prompts": [[131]]},
         "prompt 0 has 15 tokens, and with the 2 after it more than the 16": {"prompts": [[5] * 15]},
     }
-    [said] = worlds.run(1, functools.partial(said_of, at, cases=list(cases.values())))
-    assert all(wanted in told for wanted, told in zip(cases, said, strict=True)), said
-    [[told]] = worlds.run(1, functools.partial(said_of, at, head="value", cases=[{}]))
-    assert "does not score the vocabulary" in told
+    [text] = worlds.run(1, functools.partial(messages_of, at, cases=list(cases.values())))
+    assert all(wanted in message for wanted, message in zip(cases, text, strict=True)), text
+    [[message]] = worlds.run(1, functools.partial(messages_of, at, head="value", cases=[{}]))
+    assert "does not score the vocabulary" in message

@@ -15,10 +15,10 @@ from tests import parts, worlds
 @pytest.mark.parametrize("name", parts.every(2, scale.MODELS, 1))
 def test_a_rank_of_16384(tmp_path: Path, name: str) -> None:
     source = scale.files_of(scale.MODELS[name], tmp_path / name)
-    [found] = worlds.run(1, scale.measured, source, scale.MESHES[name][16384], 5461, seconds=100)
-    assert found["stored"] == found["planned"]
-    assert found["step"] < 5, "milliseconds"
-    assert found["load"] < 30, "seconds, of which the machine may be short"
+    [result] = worlds.run(1, scale.measured, source, scale.MESHES[name][16384], 5461, seconds=100)
+    assert result["stored"] == result["planned"]
+    assert result["step"] < 5, "milliseconds"
+    assert result["load"] < 30, "seconds, of which the machine may be short"
 
 
 def test_the_collector_sleeps_while_a_model_is_made() -> None:

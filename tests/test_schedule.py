@@ -32,14 +32,14 @@ def orders_of(name, line, num_batches, trained_from=0):
     return forwards(line, num_batches) if name == "forwards" else ORDERS[name](line, num_batches, trained_from)
 
 
-def reckon(line, orders):
+def timed(line, orders):
     return times(line, orders, lambda action: COST[action.kind])
 
 
 @cache
 def cases():
     """(name, line, micro-batches, the first stage with a backward, orders): every kind, half with frozen stages."""
-    draws, found = random.Random(24), []
+    draws, result = random.Random(24), []
     for _ in range(360):
         name, pp, num_batches = draws.choice(list(KINDS)), draws.randint(1, 8), draws.randint(1, 24)
         turn = name == "v" or (name == "forwards" and draws.random() < 0.5)
@@ -49,8 +49,8 @@ def cases():
         line = line_of(pp, a_rank, turn)
         frozen = draws.choice([0, draws.randint(0, line.last)])
         first = line.num_stages if name == "forwards" else frozen
-        found.append((name, line, num_batches, first, orders_of(name, line, num_batches, frozen)))
-    return found
+        result.append((name, line, num_batches, first, orders_of(name, line, num_batches, frozen)))
+    return result
 
 
 @cache
@@ -77,7 +77,7 @@ def makes(line, first, action):
 
 
 class Ranks:
-    """What each rank has: results that it made, and those that it was sent."""
+    """The results that each rank made, and those that it received."""
 
     def __init__(self, line, first):
         self.line, self.first = line, first
@@ -102,7 +102,7 @@ class Ranks:
 
 
 def meet(line, first, lists):
-    """Carry the lists out as if each transfer waited for its other side. (what nobody came to do, what ranks had)."""
+    """Carry the lists out as if each transfer waited for its other side. (actions left over, and what ranks held)."""
     left, ranks, moved = [deque(actions) for actions in lists], Ranks(line, first), True
     while moved:
         moved = False
@@ -179,7 +179,7 @@ def test_programs_do_not_stand_still_even_if_every_transfer_blocks():
     for (line, first, lists), (*_, orders) in zip(programs(), cases(), strict=True):
         left, ranks = meet(line, first, lists)
         assert not left
-        assert not any(ranks.held), "a result was made or sent, and nobody took it"
+        assert not any(ranks.held), "a result was made or sent, and not taken"
         assert ranks.most_waiting <= 2, "a stage ran ahead, and filled the memory of another rank"
         assert [[a for a in actions if isinstance(a, Action)] for actions in lists] == orders
 
@@ -188,10 +188,10 @@ def test_pairs_meet_in_the_same_order_and_only_neighbours_meet():
     num_transfers = 0
     for line, _, lists in programs():
         for pair in combinations(range(line.pp), 2):
-            mine, other = ([a for a in lists[rank] if of_pair(a, pair)] for rank in pair)
-            assert [a[1:] for a in mine] == [a[1:] for a in other]
-            assert all(a.kind != b.kind for a, b in zip(mine, other, strict=True))
-            num_transfers += len(mine)
+            local, other = ([a for a in lists[rank] if of_pair(a, pair)] for rank in pair)
+            assert [a[1:] for a in local] == [a[1:] for a in other]
+            assert all(a.kind != b.kind for a, b in zip(local, other, strict=True))
+            num_transfers += len(local)
         for rank, actions in enumerate(lists):
             for a in actions:
                 if isinstance(a, Transfer):
@@ -204,7 +204,7 @@ def test_pairs_meet_in_the_same_order_and_only_neighbours_meet():
 def test_transfers_that_do_not_block_cost_no_time():
     """The times of a table are those of the program, though each pair of ranks has but one queue for both ways."""
     for (line, first, lists), (*_, orders) in zip(programs(), cases(), strict=True):
-        table = reckon(line, orders)
+        table = timed(line, orders)
         assert finish_times(line, first, lists) == [row[-1].end for row in table.rows]
         for row in table.rows:
             assert all(a.end <= b.start for a, b in pairwise(row))
@@ -212,7 +212,7 @@ def test_transfers_that_do_not_block_cost_no_time():
 
 
 def unpaired(line, orders):
-    """What one would write without `program`: receive before an action, send after it."""
+    """Receive before each action and send after it, as one would without `program`."""
     has = {action for order in orders for action in order}
     lists = [[] for _ in orders]
     for rank, order in enumerate(orders):
@@ -249,7 +249,7 @@ def test_orders_that_cannot_be_carried_out_are_refused():
 
 def bubble(name, pp, num_batches, a_rank=1):
     line = line_for(name, pp, a_rank)
-    return reckon(line, ORDERS[name](line, num_batches)).bubble
+    return timed(line, ORDERS[name](line, num_batches)).bubble
 
 
 def test_bubbles_are_those_of_the_formulas():
@@ -306,7 +306,7 @@ def test_a_v_keeps_no_more_than_it_may(most):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "how", "found"),
+    ("name", "rank", "how", "result"),
     [
         ("1f1b", 0, dict(), Gathers(8, 8, 8)),
         ("zero-bubble", 0, dict(), Gathers(8, 8, 8)),
@@ -319,9 +319,9 @@ def test_a_v_keeps_no_more_than_it_may(most):
         ("zero-bubble", 2, dict(hold=True), Gathers(1, 0, 1)),
     ],
 )
-def test_gatherings_of_a_unit(name, rank, how, found):
+def test_gatherings_of_a_unit(name, rank, how, result):
     line = line_of(4)
-    assert gathers(ORDERS[name](line, 8)[rank], rank, **how) == found
+    assert gathers(ORDERS[name](line, 8)[rank], rank, **how) == result
 
 
 def test_gatherings_of_units_that_are_not_trained():
@@ -339,7 +339,7 @@ def test_even_is_as_even_as_any_bounds():
         costs = [draws.randint(1, 9) for _ in range(draws.randint(1, 9))]
         num_stages, first, last = draws.randint(1, len(costs)), draws.randint(0, 9), draws.randint(0, 20)
 
-        def dearest(ends, costs=costs, first=first, last=last):
+        def highest_cost(ends, costs=costs, first=first, last=last):
             parts = [sum(costs[a:b]) for a, b in pairwise((0, *ends))]
             parts[0] += first
             parts[-1] += last
@@ -349,7 +349,7 @@ def test_even_is_as_even_as_any_bounds():
         assert Line(num_stages, ends).num_stages == num_stages
         assert ends[-1] == len(costs)
         every = ((*inner, len(costs)) for inner in combinations(range(1, len(costs)), num_stages - 1))
-        assert dearest(ends) == min(map(dearest, every))
+        assert highest_cost(ends) == min(map(highest_cost, every))
 
 
 def test_even_makes_room_for_the_head():
@@ -359,7 +359,7 @@ def test_even_makes_room_for_the_head():
 
 
 def test_a_dear_head_makes_the_other_stages_of_its_rank_small():
-    """Stages alike in the dearest one may leave a rank with far more than the others."""
+    """Stages of equal cost may leave one rank with far more than the others."""
     costs, head = [3.0] * 8, 16.4  # the benches': the head is 40 % of the work
     assert even(costs, 4, last=head) == (2, 4, 7, 8)
     assert balanced(Line(2, (2, 4, 7, 8), turn=True), costs, head).ends == (1, 4, 7, 8), "22 of 40 and not 25"
@@ -369,10 +369,10 @@ def test_a_dear_head_makes_the_other_stages_of_its_rank_small():
         pp, stages = draws.randint(1, 4), draws.randint(1, 3)
         costs = [float(draws.randint(1, 9)) for _ in range(draws.randint(pp * stages, 20))]
         line = Line(pp, even(costs, pp * stages, last=5.0))
-        found = balanced(line, costs, 5.0)
-        assert (found.pp, found.turn, found.num_stages, found.ends[-1]) == (pp, False, pp * stages, len(costs))
-        assert of_ranks(found, costs, 5.0) <= of_ranks(line, costs, 5.0)
-        assert stages > 1 or found == line, "with one stage a rank nothing can be better"
+        result = balanced(line, costs, 5.0)
+        assert (result.pp, result.turn, result.num_stages, result.ends[-1]) == (pp, False, pp * stages, len(costs))
+        assert of_ranks(result, costs, 5.0) <= of_ranks(line, costs, 5.0)
+        assert stages > 1 or result == line, "with one stage a rank nothing can be better"
 
 
 def of_ranks(line, costs, last):
@@ -416,11 +416,7 @@ def test_a_v_turns_on_the_last_rank():
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2), 6), r"pp=4\b.*\b6\b.*give 8 .*or"),
         (ConfigError, lambda: ORDERS["zero-bubble"](line_of(4, 2), 6), "groups of pp=4"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2, True), 8), "choose the schedule v"),
-        (
-            ConfigError,
-            lambda: ORDERS["v"](line_of(4, 2), 8),
-            "schedule v needs.*turn",
-        ),
+        (ConfigError, lambda: ORDERS["v"](line_of(4, 2), 8), "schedule v needs.*turn"),
         (ConfigError, lambda: v_schedule(line_of(4, 2, True), 8, most=1), "most=1 .*give 2 or more"),
         (ConfigError, lambda: forwards(line_of(2), 0), "a step of 0 micro-batches does nothing; give 1 or more"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(2), 0), "a step of 0 micro-batches"),
@@ -434,12 +430,12 @@ def test_refused_with_numbers_and_a_way_out(error, make, says):
 
 def test_a_drawing():
     line = line_of(2)
-    assert draw(reckon(line, ORDERS["1f1b"](line, 2)), columns=2).splitlines() == [
+    assert draw(timed(line, ORDERS["1f1b"](line, 2)), columns=2).splitlines() == [
         "  0 F0F1....B0  ..B1  ",
         "  1 ..F0B0  F1B1  ....",
     ]
     line = line_of(2, 2, turn=True)
-    assert draw(reckon(line, ORDERS["v"](line, 2)), columns=2).splitlines() == [
+    assert draw(timed(line, ORDERS["v"](line, 2)), columns=2).splitlines() == [
         "  0 F0F1..f0i0f1i1I0w0I1W0w1W1",
         "  1 ..F0f0F1f1i0I0i1I1w0W0w1W1",
     ]

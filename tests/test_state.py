@@ -1,4 +1,4 @@
-"""What an engine holds on to between calls, and what may become of it: parameters, gradients, settings, loads."""
+"""State of an engine between calls: parameters, gradients, settings, loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _moved(engine: mw.Engine) -> None:
         part.float().double()
 
 
-def _given(engine: mw.Engine) -> None:
+def _reallocated(engine: mw.Engine) -> None:
     for parameter in trials.parameters(engine.model):
         parameter.data = parameter.data.clone()
 
@@ -77,90 +77,49 @@ def _only_norms_none(engine: mw.Engine) -> None:
 ALONE, TP, FSDP = dict[str, int](), dict(tp=2), dict(fsdp=2)
 TWO = dict(replicate=2)
 REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
-    "another engine's": (
-        FSDP,
-        _second_takes_over,
-        words("^StateError", r"update\(\)", "step 0", "another engine|other engine", r"backward\("),
-    ),
-    "discarded by another": (
-        ALONE,
-        _late(lambda e: _another(e).discard()),
-        words("^StateError(?!.*other engine)", r"update\(\)", "step 0", r"backward\("),
-    ),
-    "zeroed": (
-        ALONE,
-        _late(lambda e: [part.zero_grad() for part in e.model.parts]),
-        words("^StateError", r"embed\.weight", "gradient", r"(\d+) of \1 parameters"),
-    ),
-    "some lost": (
-        FSDP,
-        _late(_only_norms_none),
-        words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient", r"(\d+) of (?!\1)\d+ parameters"),
-    ),
+    "another engine's": (FSDP, _second_takes_over, words("^StateError", r"update\(\)", "step 0",
+        "another engine|other engine", r"backward\(")),
+    "discarded by another": (ALONE, _late(lambda e: _another(e).discard()),
+        words("^StateError(?!.*other engine)", r"update\(\)", "step 0", r"backward\(")),
+    "zeroed": (ALONE, _late(lambda e: [part.zero_grad() for part in e.model.parts]),
+        words("^StateError", r"embed\.weight", "gradient", r"(\d+) of \1 parameters")),
+    "some lost": (FSDP, _late(_only_norms_none), words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient",
+        r"(\d+) of (?!\1)\d+ parameters")),
     "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"^ConfigError: .*max_norm=-1\.0"),
-    "max_norm of nan": (
-        ALONE,
-        _early(lambda e: _set(e, max_norm=float("nan"))),
-        r"^ConfigError: .*max_norm=nan\b",
-    ),
+    "max_norm of nan": (ALONE, _early(lambda e: _set(e, max_norm=float("nan"))), r"^ConfigError: .*max_norm=nan\b"),
     "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"^ConfigError: .*max_norm='1'"),
-    "lr of two numbers": (
-        ALONE,
-        _early(lambda e: _set(e, lr=lambda step: torch.ones(2))),
-        words("^ConfigError", r"\blr\b", "step 0", r"tensor\(\[1\., 1\.\]\)"),
-    ),
+    "lr of two numbers": (ALONE, _early(lambda e: _set(e, lr=lambda step: torch.ones(2))),
+        words("^ConfigError", r"\blr\b", "step 0", r"tensor\(\[1\., 1\.\]\)")),
     "lr of nothing": (ALONE, _early(lambda e: _set(e, lr=None)), words("^ConfigError", r"\blr\b", "step 0", "None")),
-    "a complex loss": (
-        ALONE,
-        _early(lambda e: _set(e, loss=lambda s, f: -s["logprobs"] * 1j)),
-        words("^DataError", r"\bloss\b", r"torch\.complex\d+", "floating"),
-    ),
-    "deepcopy": (
-        ALONE,
-        lambda e: copy.deepcopy(e.model),
-        words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)"),
-    ),
+    "a complex loss": (ALONE, _early(lambda e: _set(e, loss=lambda s, f: -s["logprobs"] * 1j)),
+        words("^DataError", r"\bloss\b", r"torch\.complex\d+", "floating")),
+    "deepcopy": (ALONE, lambda e: copy.deepcopy(e.model),
+        words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
     "pickle": (ALONE, lambda e: pickle.dumps(e.model), words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
-    "an engine as a model": (
-        ALONE,
-        lambda e: mw.logprobs(e, mine(e)[0]),
-        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
-    ),
-    "an engine of an engine": (
-        ALONE,
-        lambda e: mw.Engine(e, lr=1.0),
-        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
-    ),
+    "an engine as a model": (ALONE, lambda e: mw.logprobs(e, mine(e)[0]),
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
+    "an engine of an engine": (ALONE, lambda e: mw.Engine(e, lr=1.0),
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
     "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"^ConfigError: .*\bloss=None"),
-    "one beta": (
-        ALONE,
-        lambda e: mw.Engine(e.model, lr=1.0, optimizer=mw.AdamW(betas=0.9)),
-        r"^ConfigError: .*betas=0\.9\b",
-    ),
-    "entropy": (
-        ALONE,
-        lambda e: mw.Engine(e.model, lr=1.0, entropy="no"),
-        words("^ConfigError", "entropy='no'", "True", "False"),
-    ),
+    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, optimizer=mw.AdamW(betas=0.9)),
+        r"^ConfigError: .*betas=0\.9\b"),
+    "entropy": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, entropy="no"), words("^ConfigError", "entropy='no'", "True",
+        "False")),
     "source": (ALONE, lambda e: mw.load(None), words("^LoadError", "None", "Hugging Face", "directory")),
     "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"^ConfigError: .*train=None"),
     "target": (ALONE, lambda e: mw.export(e.model, None), words("^ExportError", "None", "directory")),
-    "fields": (
-        ALONE,
-        lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]),
-        words("^DataError", r"\bfields\b", "dict"),
-    ),
-}
+    "fields": (ALONE, lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]), words("^DataError", r"\bfields\b", "dict")),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def said_of_all(source: Path) -> Callable[[str], list[str]]:
+def messages_of_all(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (mesh, act) for name, (mesh, act, _) in REFUSED.items()})
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(said_of_all: Callable[[str], list[str]], name: str) -> None:
-    for text in said_of_all(name):
+def test_refused(messages_of_all: Callable[[str], list[str]], name: str) -> None:
+    for text in messages_of_all(name):
         assert re.search(REFUSED[name][2], text), text
 
 
@@ -193,33 +152,33 @@ def _stepped_by_hand(name: str) -> Callable[[mw.Engine], Any]:
 
 
 @pytest.fixture(scope="module")
-def said_of_batches(source: Path) -> Callable[[str], list[str]]:
+def messages_of_batches(source: Path) -> Callable[[str], list[str]]:
     return trials.said_by_all(source, {name: (ALONE, _stepped_by_hand(name)) for name in MADE_BY_HAND})
 
 
 @pytest.mark.parametrize("name", MADE_BY_HAND)
-def test_a_batch_made_by_hand(said_of_batches: Callable[[str], list[str]], name: str) -> None:
-    [text] = said_of_batches(name)
+def test_a_batch_made_by_hand(messages_of_batches: Callable[[str], list[str]], name: str) -> None:
+    [text] = messages_of_batches(name)
     assert re.search(words("^DataError", rf"\b{name.partition(',')[0]}\b", r"mw\.pack"), text), text
 
 
 def losses_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any], late: bool) -> list[float]:
-    """Of three steps, before the first of which something is done to the engine, or within which, if `late`."""
+    """Return the losses of two steps. `meddle` changes the engine before the first, or within it if `late`."""
     engine = build(source, mesh)
-    found = []
-    for step in range(3):
+    result = []
+    for step in range(2):
         if step == 0 and not late:
             meddle(engine)
-        found.append(engine.backward(mine(engine)))
+        result.append(engine.backward(mine(engine)))
         if step == 0 and late:
             meddle(engine)
         engine.update()
-    return found
+    return result
 
 
 HARMLESS: dict[str, Callable[[mw.Engine], Any]] = {
     "parameters moved there and back": _moved,  # their first values are float32
-    "parameters in other memory": _given,
+    "parameters in other memory": _reallocated,
     "parameters from a vector": _from_vector,
     "max_norm late": lambda e: _set(e, max_norm=0.1 + e.model.mesh.rank),
     "lr late": lambda e: _set(e, lr=0.1 + e.model.mesh.rank),
@@ -241,9 +200,9 @@ def test_what_an_engine_does_not_hold_on_to(source: Path, mesh: dict[str, int]) 
             continue
         for late in (False, True)[: 1 if name == "parameters moved there and back" else 2]:
             after[name, late] = functools.partial(losses_after, source, mesh, meddle, late)
-    found = worlds.in_turn(trials.world_of(mesh), after)
-    for (name, late), losses in found.items():
-        expected = found["nothing, late", True] if name.endswith("late") else found["nothing", False]
+    result = worlds.in_turn(trials.world_of(mesh), after)
+    for (name, late), losses in result.items():
+        expected = result["nothing, late", True] if name.endswith("late") else result["nothing", False]
         assert losses == expected, (name, late)
 
 
@@ -272,9 +231,9 @@ def test_whatever_one_rank_raises_the_others_hear_of_it(source: Path) -> None:
     assert second == "KeyError: 1"
 
 
-def three_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> dict[str, torch.Tensor]:
+def two_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> dict[str, torch.Tensor]:
     engine = build(source, mesh, router_aux="previous")
-    for _ in range(3):
+    for _ in range(2):
         meddle(engine)
         record = engine.step(mine(engine))
         assert record.expert_load is not None
@@ -288,10 +247,10 @@ def test_a_discarded_step_is_not_the_one_before(source: Path, mesh: dict[str, in
         engine.backward(tiny.batches(7))
         engine.discard()
 
-    size = trials.world_of(mesh)
-    plain = worlds.run(size, three_steps, source, mesh, lambda engine: None)
-    for expected, found in zip(plain, worlds.run(size, three_steps, source, mesh, other), strict=True):
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    cases = {name: functools.partial(two_steps, source, mesh, act) for name, act in
+             {"plain": lambda engine: None, "discarded": other}.items()}  # fmt: skip
+    for expected, result in zip(*worlds.in_turn(trials.world_of(mesh), cases).values(), strict=True):
+        assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def narrow(source: Path, dtype: torch.dtype) -> tuple[float, float]:
@@ -305,8 +264,8 @@ def narrow(source: Path, dtype: torch.dtype) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_terms_of_a_narrow_loss_are_summed_wide(source: Path, dtype: torch.dtype) -> None:
     """Their sum is above what float16 holds, and 100 times a step of bfloat16 at its size."""
-    [(expected, found)] = worlds.run(1, narrow, source, dtype)
-    assert found == pytest.approx(expected, rel=3e-4)
+    [(expected, result)] = worlds.run(1, narrow, source, dtype)
+    assert result == pytest.approx(expected, rel=3e-4)
 
 
 def in_place(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
@@ -315,8 +274,8 @@ def in_place(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
 
 
 def test_a_loss_may_write_into_its_scores(source: Path) -> None:
-    for expected, found in worlds.run(2, in_place, source, TP):
-        assert found == expected
+    for expected, result in worlds.run(2, in_place, source, TP):
+        assert result == expected
 
 
 def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
@@ -332,7 +291,7 @@ def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
     with pytest.raises(KeyboardInterrupt):
         engine.step(mine(engine))
     LocalOptimizer._update = real  # type: ignore[method-assign]
-    told = []
+    message = []
     for call in (
         lambda: engine.step(mine(engine)),
         engine.update,
@@ -344,13 +303,13 @@ def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
         try:
             call()
         except mw.MeshwrightError as error:
-            told.append(str(error))
-    return told
+            message.append(str(error))
+    return message
 
 
 def test_an_update_that_was_cut_off_is_not_gone_on_with(source: Path, tmp_path: Path) -> None:
-    for told in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
-        assert len(told) == 6
-        for text in told:
+    for message in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
+        assert len(message) == 6
+        for text in message:
             assert re.search(words(r"\bupdate\b", "step 0", "parameters", r"\bload"), text), text
     assert not list(tmp_path.iterdir())

@@ -31,29 +31,29 @@ from tests.started import Started, forked_ranks
         pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=pytest.mark.slow),
     ],
 )
-def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
-    """With 4 and 1 micro-batches a step; with 2 on fsdp=2, which with pp=2 is that of the interrupted run below."""
-    model = source(tmp_path / "m", name)
-    found = {}
+def test_losses_are_equal_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
+    """Data ranks take 1, 2 or 4 micro-batches a step. The interrupted run below has fsdp=2 and pp=2."""
+    model, steps = source(tmp_path / "m", name), STEPS if ALL else 4
+    results = {}
     for number, mesh in enumerate([{}, *meshes]):
         at = tmp_path / str(number)
         at.mkdir()
         chats(at / "chats.jsonl")
-        on_mesh(file_of(at, model, save={"export": False, "every": 100}), mesh)
-        found[str(mesh)] = losses(at)
-    assert all(len(each) == STEPS for each in found.values())
-    assert found["{}"][-1] < found["{}"][0] - 0.5
-    for mesh_name, each in found.items():
-        assert each == pytest.approx(found["{}"], rel=1e-9), mesh_name
+        on_mesh(file_of(at, model, save={"export": False, "every": 100}, train={"steps": steps}), mesh)
+        results[str(mesh)] = losses(at)
+    assert all(len(each) == steps for each in results.values())
+    assert results["{}"][-1] < results["{}"][0] - 0.5
+    for mesh_name, each in results.items():
+        assert each == pytest.approx(results["{}"], rel=1e-9), mesh_name
 
 
-def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
-    """A run that is asked to stop after some steps; where the documents that it trained on came from."""
-    told, real = [], loop.Loop._log_step
+def documents_of(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
+    """Run until a stop signal after some steps, and return the places of the documents."""
+    message, real = [], loop.Loop._log_step
 
     def tell(self: loop.Loop, *args: Any, **kwargs: Any) -> None:
         first = self.position.stream - self.feed.streams_per_step
-        told.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
+        message.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
         if stop_at == self.step_number and self.engine.model.mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
@@ -64,11 +64,11 @@ def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
         run(config_file.read(path, sets))
     finally:
         loop.Loop._log_step = real  # type: ignore[method-assign]
-    return told
+    return message
 
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    """Each document once, none left out; and a checkpoint where it was asked to end."""
+    """The parts train on each document once, and none is left out."""
     model = source(tmp_path / "m", "qwen3_tied")
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -76,9 +76,11 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     whole, parts = (file_of(tmp_path / name, model, train=dict(epochs=2.0)) for name in ("whole", "parts"))
     for path in (whole, parts):
         path.write_text(path.read_text().replace(f"steps = {STEPS}\n", ""))
-    [undisturbed] = worlds.run(1, seen, whole)
-    first = worlds.run(2, functools.partial(seen, parts, "mesh.fsdp=2", stop_at=5))[0]
-    second = worlds.run(2, functools.partial(seen, parts, "mesh.pp=2", stop_at=3))[0]  # step 3 is behind it: none
+    [undisturbed] = worlds.run(1, documents_of, whole)
+    first = worlds.run(2, functools.partial(documents_of, parts, "mesh.fsdp=2", stop_at=5))[0]
+    second = worlds.run(2, functools.partial(documents_of, parts, "mesh.pp=2", stop_at=3))[
+        0
+    ]  # step 3 is behind it: none
     assert len(first) in (20, 24)
     assert [each.replace("/parts/", "/whole/") for each in [*first, *second]] == undisturbed
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
@@ -113,14 +115,15 @@ def test_held_out_data_and_the_end(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     chats(tmp_path / "held.jsonl", 20)
-    path = file_of(tmp_path, model, eval={"path": str(tmp_path / "held.jsonl"), "every": 5})
-    found = {}
+    held_out = {"path": str(tmp_path / "held.jsonl"), "every": 2}
+    path = file_of(tmp_path, model, eval=held_out, train={"steps": 3}, save={"export": False})
+    results = {}
     for mesh in ({}, dict(fsdp=2)):
         on_mesh(path, mesh, f"out={tmp_path / 'out'}")
-        found[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
+        results[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
         (tmp_path / "out").rename(tmp_path / f"out{len(mesh)}")
-    assert [step for step, _ in found["{}"]] == [5, 10, STEPS]
-    assert [loss for _, loss in found["{}"]] == pytest.approx([loss for _, loss in found["{'fsdp': 2}"]], rel=1e-9)
+    assert [step for step, _ in results["{}"]] == [2, 3]
+    assert [loss for _, loss in results["{}"]] == pytest.approx([loss for _, loss in results["{'fsdp': 2}"]], rel=1e-9)
 
 
 def with_nan(path: Path, steps: Sequence[int], *sets: str) -> str:
@@ -144,13 +147,13 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, model, save=dict(export=False))
-    [said] = worlds.run(1, with_nan, path, [2])
-    assert "chats.jsonl:" in said
-    [said] = worlds.run(1, with_nan, path, [2, 3, 5, 8], "train.on_nan=skip", f"out={tmp_path / 'out'}")
-    assert said == ""
+    [message] = worlds.run(1, with_nan, path, [2])
+    assert "chats.jsonl:" in message
+    [message] = worlds.run(1, with_nan, path, [2, 3, 5, 8], "train.on_nan=skip", f"out={tmp_path / 'out'}")
+    assert message == ""
     assert len({line["step"] for line in lines(tmp_path)}) == STEPS - 4
-    [said] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
-    assert "nan" in said
+    [message] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
+    assert "nan" in message
 
 
 @pytest.mark.slow
@@ -167,10 +170,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     planned, dropped = capsys.readouterr().out, "longer than 128 tokens left out"
     assert "2 micro-batches on each of 2 data ranks" in planned
     assert f"1 document {dropped}" in planned
-    with forked_ranks(), Started(["train", str(path)]) as started:  # as processes of Python: the examples' tests
-        assert started.end(120) == 0, started.said
-    assert f"step {STEPS}/{STEPS}  loss " in started.said
-    assert started.said.count(f"1 document of chats.jsonl {dropped}") == 1
+    with Started(["train", str(path)]) as started:  # with ranks that are processes of Python; all others are forks
+        assert started.end(120) == 0, started.output
+    assert f"step {STEPS}/{STEPS}  loss " in started.output
+    assert started.output.count(f"1 document of chats.jsonl {dropped}") == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
     assert config_file.read(tmp_path / "out" / "config.toml") == config_file.read(path)
@@ -182,13 +185,13 @@ def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     assert main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "150 " in said
-    assert f"{tmp_path / 'chats.jsonl'}:1: " in said
-    assert f"{tmp_path / 'chats.jsonl'}:150: " in said
+    message = capsys.readouterr().out
+    assert "150 " in message
+    assert f"{tmp_path / 'chats.jsonl'}:1: " in message
+    assert f"{tmp_path / 'chats.jsonl'}:150: " in message
     row = json.loads((tmp_path / "chats.jsonl").read_text().splitlines()[0])
-    assert f"[{row['completion']}<|im_end|>]" in said
-    assert f"user\n{row['prompt']}<|im_end|>" in said
+    assert f"[{row['completion']}<|im_end|>]" in message
+    assert f"user\n{row['prompt']}<|im_end|>" in message
 
 
 @pytest.mark.slow
@@ -198,9 +201,9 @@ def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 2000}, save={"export": False})
     with forked_ranks(), Started(["train", str(path)]) as started:
-        started.until(lambda: "step    3/" in started.said)
+        started.until(lambda: "step    3/" in started.output)
         os.kill(started.pid, signal.SIGTERM)
-        assert started.end(100) == 128 + signal.SIGTERM, started.said
+        assert started.end(100) == 128 + signal.SIGTERM, started.output
     assert started.last_line == f"meshwright: ended by signal 15; the same command resumes from {tmp_path / 'out'}"
     [saved] = (tmp_path / "out" / "checkpoints").iterdir()
     assert int(saved.name[5:]) == len(lines(tmp_path)) < 100

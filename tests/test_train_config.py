@@ -1,4 +1,4 @@
-"""The file of a run: all mistakes at once, each with its place and the way out; every field can be set and is told."""
+"""A run file: all mistakes at once, each with its place and the fix; every field can be set and is described."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ schedule = "cosin"
 warmup = 20
 eps = nan
 """
-TOLD = [
+DESCRIBED = [
     "model: it is missing",
     "modle (line 1): unknown field; did you mean model?",
     "out (line 2): it should be text in quotes, not 7",
@@ -84,10 +84,10 @@ def refused(tmp_path: Path, text: str, *sets: str) -> str:
 
 
 def test_all_mistakes_at_once(tmp_path: Path) -> None:
-    said = refused(tmp_path, MISTAKES)
-    assert f"has {len(TOLD)} mistakes" in said
-    for line in TOLD:
-        assert line in said, said
+    message = refused(tmp_path, MISTAKES)
+    assert f"has {len(DESCRIBED)} mistakes" in message
+    for line in DESCRIBED:
+        assert line in message, message
 
 
 @pytest.mark.parametrize(
@@ -190,19 +190,19 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("setting", "wanted"),
     [(f"x={'[' * 5000}", "nested too deeply"),
      ("mesh.tp", "write FIELD=VALUE"), ("data.3.weight=1", "list has 1 element"), ("data.x.weight=1", "not an index"),
      ("model.x=1", "model is a value and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): unknown field"),
      ("mesh.tp=x", 'mesh.tp (--set mesh.tp=x): it should be a whole number, not "x"')],
 )  # fmt: skip
-def test_what_cannot_be_set(tmp_path: Path, given: str, wanted: str) -> None:
-    assert wanted in refused(tmp_path, PLAIN + "[mesh]\ntp = 2\n", given)
+def test_what_cannot_be_set(tmp_path: Path, setting: str, wanted: str) -> None:
+    assert wanted in refused(tmp_path, PLAIN + "[mesh]\ntp = 2\n", setting)
 
 
-def test_all_that_cannot_be_set_is_told_at_once(tmp_path: Path) -> None:
-    said = refused(tmp_path, PLAIN + "[save]\nkeep = 0\n", "x", "data.9.weight=1", "mesh.tp=0")
-    assert "has 4 mistakes" in said
+def test_all_that_cannot_be_set_is_reported_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, PLAIN + "[save]\nkeep = 0\n", "x", "data.9.weight=1", "mesh.tp=0")
+    assert "has 4 mistakes" in message
 
 
 def test_sets(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def places(section: type[BaseModel], at: str = "") -> list[tuple[str, FieldInfo]
     out: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
-        here = f"{at}{name}.0" if name in ("data", "sets") else f"{at}{name}"
-        out += places(inner, f"{here}.") if inner else [(here, field)]
+        place = f"{at}{name}.0" if name in ("data", "sets") else f"{at}{name}"
+        out += places(inner, f"{place}.") if inner else [(place, field)]
     return out
 
 
@@ -236,7 +236,7 @@ VALUES = {  # where the default says nothing of what else there may be
     "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
     "fp8": "block", "fp8_skip": '"layers.0.*"', "expert_rank": "4",
 }  # fmt: skip
-BESIDE = {  # what a field needs that it makes sense, by its name or its section
+UNUSED = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
     "fp8_skip": ["train.fp8=block"],
     "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
@@ -257,8 +257,8 @@ def test_every_field_can_be_set(tmp_path: Path, place: str, field: FieldInfo) ->
     section, _, name = place.rpartition(".")
     plain = {bool: str(not field.default).lower(), int: "7", float: "0.25", dict: '{a = "b"}'}
     value = VALUES.get(place, VALUES.get(name, VALUES.get(section, plain.get(type(field.default), "other"))))
-    beside = [text.format(section=section) for key in (section, name) for text in BESIDE.get(key, [])]
-    sets, path = [*beside, f"{place}={value}"], written(tmp_path, PLAIN)
+    next_to = [text.format(section=section) for key in (section, name) for text in UNUSED.get(key, [])]
+    sets, path = [*next_to, f"{place}={value}"], written(tmp_path, PLAIN)
     assert value_at(read(path, sets), place) != field.default
 
 
@@ -296,12 +296,12 @@ def test_examples_are_right(path: Path) -> None:
 
 
 def test_the_schema_refuses_mistakes() -> None:
-    found = list(wrong_by_schema(tomllib.loads(MISTAKES)))
-    assert len(found) == 9, found
+    result = list(wrong_by_schema(tomllib.loads(MISTAKES)))
+    assert len(result) == 9, result
     assert not list(wrong_by_schema(tomllib.loads(PLAIN)))
 
 
-def test_every_field_is_told() -> None:
+def test_every_field_is_described() -> None:
     assert all(field.description for _, field in places(Config))
     assert schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
     page = (ROOT / "docs" / "train-config.md").read_text()
@@ -325,9 +325,9 @@ def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
         assert read(path, [f"model={place}"]).model == str(wanted)
         assert config_of(model=str(place), out="b", data=[{"path": "x"}]).model == str(wanted)
     shutil.rmtree(run / "checkpoints")
-    said = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
-    assert f"model (line 1): {run} is a run without a complete checkpoint so far" in said
-    assert "has 1 mistake:" in said
+    message = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
+    assert f"model (line 1): {run} is a run without a complete checkpoint so far" in message
+    assert "has 1 mistake:" in message
 
 
 def test_savings_are_those_of_the_engine() -> None:
@@ -361,10 +361,10 @@ def test_names_that_others_use_lead_to_fields() -> None:
 )  # fmt: skip
 def test_what_has_changed_since_a_run_began(tmp_path: Path, sets: list[str], changed: list[str], may: bool) -> None:
     old, new = read(written(tmp_path, PLAIN)), read(tmp_path / "run.toml", sets)
-    found = changed_fields(old, new)
-    assert [named(each.place) for each in found] == changed
-    assert all(each.may == may for each in found)
-    assert all(("change it back" in str(each)) != may for each in found)
+    result = changed_fields(old, new)
+    assert [named(each.place) for each in result] == changed
+    assert all(each.may == may for each in result)
+    assert all(("change it back" in str(each)) != may for each in result)
 
 
 @pytest.mark.parametrize(("text", "number"), [("2B", 2 * 10**9), ("1.5k", 1500), (7, 7), ("x", None), ("1.2.3", None)])
@@ -403,9 +403,9 @@ def test_learning_rates(name: Any, warmup: float) -> None:
 def test_a_rate_that_would_jump_in_a_longer_run(
     optim: dict[str, Any], before: int, now: int, step: int, wanted: str
 ) -> None:
-    given = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
-    assert wanted in rate_jump(given, before, now, step)
-    assert bool(wanted) == bool(rate_jump(given, before, now, step))
+    section = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
+    assert wanted in rate_jump(section, before, now, step)
+    assert bool(wanted) == bool(rate_jump(section, before, now, step))
 
 
 def test_a_run_of_one_step() -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live view, plain lines, the last words; and that nothing stays behind."""
+"""The live view of a run, plain lines and the last words; no process stays behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lin
 from meshwright.train.failure import Failure
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.processes import Ended
-from tests.pictures import BEGAN, seen, step_line
+from tests.pictures import BEGAN, run_state, step_line
 from tests.started import Started, forked_ranks, gone, listening
 from tests.test_train import chats, file_of, source
 
@@ -44,7 +44,7 @@ def drawn(frame: RenderableType, width: int, encoding: str = "utf-8") -> list[st
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_a_frame_holds_all_at_any_width(width: int) -> None:
-    lines = drawn(Screen(seen(), "", now=BEGAN + 1200), width)
+    lines = drawn(Screen(run_state(), "", now=BEGAN + 1200), width)
     assert {cell_len(line) for line in lines} == {width}
     assert len(lines) <= (13 if width == 40 else 8)
     text = "\n".join(lines)
@@ -55,7 +55,7 @@ def test_a_frame_holds_all_at_any_width(width: int) -> None:
 
 
 def test_a_frame_of_little() -> None:
-    """Before the first step; of a dense model on an unknown device; with a loss that is no number."""
+    """Frames before the first step; of a dense model on an unknown device; with a loss that is no number."""
     new = RunState("a run", "2 ranks: fsdp=2", 10)
     text = "\n".join(drawn(Screen(new, "no step yet, 0:00:09: load m on rank 0: 5 of 9"), 80))
     assert "step 0 of 10" in text
@@ -74,15 +74,15 @@ def test_a_frame_of_little() -> None:
 
 def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
     """The experts that nothing reaches, what the model wrote, and a status that is longer than a line."""
-    found = seen(0)
-    found.take({"kind": "start", "step": 0, "num_steps": 1000, "experts": {"num": 16, "top_k": 2}})
+    result = run_state(0)
+    result.take({"kind": "start", "step": 0, "num_steps": 1000, "experts": {"num": 16, "top_k": 2}})
     for step in range(1, 26):
         unused = {"experts/max_over_mean": [1.2, 7.9, 1.0], "experts/dead": 24} if step > 4 else {}
-        found.take(step_line(step, **unused))
-        assert bool(found.experts.warning()) == (step >= 20)
+        result.take(step_line(step, **unused))
+        assert bool(result.experts.warning()) == (step >= 20)
     for step, text in ((10, "old"), (20, "because of\nRayleigh scattering " + "very " * 40)):
-        found.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
-    display = Display(found, tmp_path, plain=True, every=1, signals=[2])
+        result.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
+    display = Display(result, tmp_path, plain=True, every=1, signals=[2])
     lines = drawn(display._frame(ends=False), 80)
     assert [line[:1] for line in lines[-2:]] == ["╰", ""], "^C is written behind the last line"
     assert drawn(display._frame(ends=True), 80)[-1].startswith("╰")
@@ -95,20 +95,20 @@ def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_made_again() -> None:
-    """What was seen of them is no more; the time left is reckoned anew."""
-    found = seen(20)
-    found.take({"kind": "eval", "step": 18, "time": 0, "eval/a/loss": 1.0})
-    found.starts(again=True)
-    assert not found.begun
-    found.take(step_line(16, **{"train/loss": 7.0, "time": BEGAN + 999, "time/step_s": 3.0}))
-    assert found.begun
-    assert list(found.losses) == [*range(1, 17)]
-    assert found.losses[16] == 7.0
-    assert found.held_out == {"a": {}}
-    assert found.left_s == (1000 - 16) * 3.0
-    found.take(step_line(18, time=BEGAN + 999 + 8))
-    assert found.left_s == (1000 - 18) * 4.0
-    assert "restarts" in "\n".join(drawn(Screen(found, ""), 80))
+    """Their earlier lines vanish; the time left is computed anew."""
+    result = run_state(20)
+    result.take({"kind": "eval", "step": 18, "time": 0, "eval/a/loss": 1.0})
+    result.starts(again=True)
+    assert not result.begun
+    result.take(step_line(16, **{"train/loss": 7.0, "time": BEGAN + 999, "time/step_s": 3.0}))
+    assert result.begun
+    assert list(result.losses) == [*range(1, 17)]
+    assert result.losses[16] == 7.0
+    assert result.held_out == {"a": {}}
+    assert result.left_s == (1000 - 16) * 3.0
+    result.take(step_line(18, time=BEGAN + 999 + 8))
+    assert result.left_s == (1000 - 18) * 4.0
+    assert "restarts" in "\n".join(drawn(Screen(result, ""), 80))
 
 
 def test_a_file_is_followed(tmp_path: Path) -> None:
@@ -125,11 +125,11 @@ def test_a_file_is_followed(tmp_path: Path) -> None:
 
 
 def test_plain_lines() -> None:
-    told: list[str] = []
-    lines = Lines(1_000_000, 10, told.append)
+    message: list[str] = []
+    lines = Lines(1_000_000, 10, message.append)
     for step in range(1, 31):
         lines.write("step", step, step_line(step))
-    assert [line.split("/")[0].split()[1] for line in told] == ["10", "20", "30"]
+    assert [line.split("/")[0].split()[1] for line in message] == ["10", "20", "30"]
     wild = {"train/loss": 123.45678, "train/grad_norm": 1.234e-05, "throughput/tokens_per_s": 12_345_678.0}
     lines.write("step", 999_990, step_line(999_990, **wild, **{"time/step_s": 9e4}))
     lines.write("step", 1_000_000, step_line(1_000_000, **{"train/loss": None}))
@@ -137,24 +137,24 @@ def test_plain_lines() -> None:
     lines.write("start", 0, {"num_steps": 7})
     lines.write("experts", 0, {"load": [[1]]})
     lines.write("end", 40, {"why": ""})
-    assert all(len(row) <= 80 for line in told for row in line.splitlines())
-    assert "loss nan" in told[4]
-    assert len(told) == 6
+    assert all(len(row) <= 80 for line in message for row in line.splitlines())
+    assert "loss nan" in message[4]
+    assert len(message) == 6
 
 
 def record(folder: Path, rank: int, when: float, error: Exception) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
     failure.record(error, rank)
-    told = json.loads((folder / f"{rank}.json").read_text())
-    told["meshwright"]["time"] = when
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+    message = json.loads((folder / f"{rank}.json").read_text())
+    message["meshwright"]["time"] = when
+    (folder / f"{rank}.json").write_text(json.dumps(message))
 
 
 BLAMES = mw.RankError("rank 1 died")
 
 
 @pytest.mark.parametrize(
-    ("told", "codes", "first", "says", "final"),
+    ("message", "codes", "first", "says", "final"),
     [
         ({0: (9.9, BLAMES), 1: (9.1, ValueError("x"))}, {0: (2, 9.0), 1: (2, 9.0)}, 1, "failed: ValueError: x", False),
         ({0: (9.1, BLAMES), 1: (9.9, ValueError("x"))}, {0: (2, 9.0)}, 1, "failed: ValueError: x", False),
@@ -166,19 +166,19 @@ BLAMES = mw.RankError("rank 1 died")
     ],
 )  # fmt: skip
 def test_the_first_failure_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Mapping[int, tuple[float, Exception]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Mapping[int, tuple[float, Exception]],
     codes: Mapping[int, tuple[int, float]], first: int, says: str, final: bool,
 ) -> None:  # fmt: skip
-    """Not a rank that fell because its peer did, whatever came first to the launcher."""
+    """A rank that fell because its peer did is not named, whatever reached the launcher first."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     (tmp_path / f"{first}.log").write_text("".join(f"line {n}\n" for n in range(10)))
-    for rank, (when, error) in told.items():
+    for rank, (when, error) in message.items():
         record(tmp_path, rank, when, error)
-    found = failure.first(codes, tmp_path, 3)
-    assert found is not None
-    assert (found.rank, found.final) == (first, final)
-    assert says in str(found)
-    assert str(found).endswith(f"its log is {tmp_path / f'{first}.log'}")
+    result = failure.first(codes, tmp_path, 3)
+    assert result is not None
+    assert (result.rank, result.final) == (first, final)
+    assert says in str(result)
+    assert str(result).endswith(f"its log is {tmp_path / f'{first}.log'}")
 
 
 def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def config_of(tmp_path: Path, *sets: str) -> Any:
 )
 def test_the_largest_smaller_mesh(tmp_path: Path, mesh: dict[str, int], smaller: tuple[int, int] | None) -> None:
     config = config_of(tmp_path, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
-    found = launch.smaller_mesh(config)
-    assert (found and (found.mesh.replicate, found.mesh.fsdp)) == smaller
+    result = launch.smaller_mesh(config)
+    assert (result and (result.mesh.replicate, result.mesh.fsdp)) == smaller
 
 
 def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[int, int, bool]]) -> list[Any]:
@@ -219,7 +219,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
     started, out = [], Path(config.out)
     sink = JsonLines(out / "metrics.jsonl")
 
-    def ended(world: int, arguments: list[str], logs: Path, timeout: int, asked: list[int]) -> Ended:
+    def ended(world: int, arguments: list[str], logs: Path, timeout: int, requested: list[int]) -> Ended:
         started.append((world, arguments[1:], logs.name, timeout))
         logs.mkdir(parents=True)
         if len(started) > len(script):
@@ -250,9 +250,9 @@ def test_starts_after_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (1, less, "2", 7),
     ]
     # another rank each time
-    found = attempts(monkeypatch, config, [(1, 2, False), (0, 2, False)])
-    assert [each[0] for each in found] == [2, 2, 2]
-    assert found[0][2] == "3"
+    result = attempts(monkeypatch, config, [(1, 2, False), (0, 2, False)])
+    assert [each[0] for each in result] == [2, 2, 2]
+    assert result[0][2] == "3"
     # at once, where the file says so
     eager = config.model_copy(update={"launch": config.launch.model_copy(update={"fewer": True})})
     assert [each[0] for each in attempts(monkeypatch, eager, [(0, 1, False)])] == [2, 1]
@@ -299,8 +299,8 @@ COLOURS = re.compile(r"\x1b\[[\d;]*(?:3|4|9)\d[\d;]*m")
 def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> None:
     """80 columns: what is waited for, then numbers; the last line names the rank."""
     with Started(command(at, out, "mesh.fsdp=2"), 80, NO_COLOR="1") as run:
-        run.until(lambda: "tokens/s" in run.said)
-        assert "no step yet" in run.said
+        run.until(lambda: "tokens/s" in run.output)
+        assert "no step yet" in run.output
         assert listening([run.pid, *run.ranks]) == {"0100007F"}  # on loopback alone, whatever else the machine has
         holder = f"in use by another run, process {run.pid} on {platform.node()}, since .*choose another out"
         with pytest.raises(lock.OutInUse, match=holder):
@@ -309,23 +309,23 @@ def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> No
         assert run.end() == 2
     lock.hold(out).close()
     why = "killed (SIGKILL): by a user, or because the machine ran out of memory"
-    said = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
-    assert run.last_line == f"meshwright: {said}"
-    assert (out / "failure.txt").read_text() == f"{said}\n"
-    assert not COLOURS.search(run.said)
-    frames = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", run.said).splitlines()
+    message = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
+    assert run.last_line == f"meshwright: {message}"
+    assert (out / "failure.txt").read_text() == f"{message}\n"
+    assert not COLOURS.search(run.output)
+    frames = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", run.output).splitlines()
     assert {cell_len(line.rstrip("\r")) for line in frames if line.startswith("│ loss")} == {80}
 
 
 def test_a_second_signal_leaves_at_once(at: Path, out: Path) -> None:
-    """Though a rank is stuck; and no process is left. 200 columns."""
+    """A stuck rank does not delay it, and no process is left. The terminal has 200 columns."""
     with Started(command(at, out, "mesh.fsdp=2"), 200) as run:
-        run.until(lambda: "tokens/s" in run.said)
-        assert COLOURS.search(run.said)
+        run.until(lambda: "tokens/s" in run.output)
+        assert COLOURS.search(run.output)
         ranks = run.ranks
         os.kill(ranks[1], signal.SIGSTOP)
         os.kill(run.pid, signal.SIGINT)
-        run.until(lambda: "signal 2: finishing the step" in run.said)
+        run.until(lambda: "signal 2: finishing the step" in run.output)
         began = time.monotonic()
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
@@ -347,15 +347,15 @@ def test_an_error_of_a_rank_on_a_pipe(at: Path, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loop.Loop, "_after_step", between)
     with Started(command(at, out, "mesh.fsdp=2")) as run:
         assert run.end() == 2
-    assert "step    1/2000  loss " in run.said
-    assert "\x1b" not in run.said
-    assert "meshwright: a warning\nmeshwright: of two lines\n" in run.said
-    assert "noise" not in run.said
+    assert "step    1/2000  loss " in run.output
+    assert "\x1b" not in run.output
+    assert "meshwright: a warning\nmeshwright: of two lines\n" in run.output
+    assert "noise" not in run.output
     log = (out / "logs" / "0" / "0.log").read_text()
     assert log.startswith("load ")  # and nothing was written over it
     assert "noise" in log
     assert "step    1/2000  loss " in log
-    words = run.said[run.said.rindex("meshwright: ") :]
+    words = run.output[run.output.rindex("meshwright: ") :]
     assert words.startswith("meshwright: rank 1 of 2 failed: ValueError: it is planted\n")
     assert "test_train_live.py:" in words
     assert run.last_line == f"its log is {out}/logs/0/1.log"
@@ -366,21 +366,21 @@ def test_an_error_of_a_rank_on_a_pipe(at: Path, out: Path, monkeypatch: pytest.M
 def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
     """One rank: saved at the first; the same command goes on, is killed, and takes its rank along."""
     with Started(command(at, out, "log.every=7")) as run:
-        run.until(lambda: "step   14/" in run.said)
+        run.until(lambda: "step   14/" in run.output)
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
     assert run.last_line == f"meshwright: ended by signal 2; the same command resumes from {out}"
-    assert f"  meshwright report {out}\n  meshwright sample {out} --prompt" in run.said
+    assert f"  meshwright report {out}\n  meshwright sample {out} --prompt" in run.output
     assert re.search(
-        r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.said
+        r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.output
     )
     nothing = config_file.read(at / "run.toml", [f"out={out}/nothing"])
     assert launch.what_next(nothing) == "nothing was saved yet: the same command starts anew"
-    assert "step   13/" not in run.said
+    assert "step   13/" not in run.output
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:
-        run.until(lambda: steps(out) > before and "step" in run.said)
-        assert "resuming from" in run.said
+        run.until(lambda: steps(out) > before and "step" in run.output)
+        assert "resuming from" in run.output
         assert (out / "logs" / "1" / "0.log").is_file()
         ranks = run.ranks
         os.kill(run.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: losses by source, operations, several held-out sets, the best checkpoint."""
+"""Beyond its steps a run has: losses by source, operations, several held-out sets, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.runs import STEPS, chats, file_of, lines, losses, source
 
 
 def three_sources(at: Path) -> Path:
-    """Of which the second has a name of its own."""
+    """Name the second of three sources."""
     model = source(at / "m", "qwen3_tied")
     for number, name in enumerate("abc"):
         chats(at / f"{name}.jsonl", 30 + number)
@@ -46,7 +46,7 @@ def three_sources(at: Path) -> Path:
 
 
 def by_source(path: Path, *sets: str) -> None:
-    """The loss of the first step, by source, reckoned from log-probabilities before it."""
+    """Compute the loss of the first step, by source, from log-probabilities before it."""
     trainer = Trainer(config_file.read(path, sets))
     batches = trainer.feed.step(0).batches
     rows = []
@@ -54,8 +54,8 @@ def by_source(path: Path, *sets: str) -> None:
         scores, targets = -mw.logprobs(trainer.model, batch), batch.labels != -100
         own = [targets & (batch.fields["source"] == s) for s in range(3)]
         rows.append([[float(scores[mask].sum()), int(mask.sum())] for mask in own])
-    found = trainer.mesh.all_or_none(None, "the test", None, [n for row in rows for pair in row for n in pair])
-    total = found.view(len(found), -1, 3, 2).sum((0, 1))
+    result = trainer.mesh.all_or_none(None, "the test", None, [n for row in rows for pair in row for n in pair])
+    total = result.view(len(result), -1, 3, 2).sum((0, 1))
     for _ in trainer.steps():
         pass
     if trainer.mesh.rank == 0:
@@ -83,7 +83,7 @@ def operations(directory: Path, **options: Any) -> tuple[Flops, list[Param]]:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"])
 def test_operations_are_those_that_torch_counts(tmp_path: Path, name: str) -> None:
-    """Of transformers, which computes the half of attention that is masked, too."""
+    """transformers computes the masked half of attention, too."""
     from transformers import AutoModelForCausalLM
 
     directory, tokens = tiny.directory(tmp_path, name), 24
@@ -135,7 +135,7 @@ def rising(at: Path, **train: Any) -> Path:
 
 
 def stopped_once(path: Path, at_step: int, *sets: str) -> str:
-    """Asked to end after a step."""
+    """Run until a signal after a step."""
     trainer = Trainer(config_file.read(path, sets))
     for _ in trainer.steps():
         if trainer.engine.steps == at_step - 1:
@@ -144,7 +144,7 @@ def stopped_once(path: Path, at_step: int, *sets: str) -> str:
 
 
 def look_at_the_best(out: Path, best: int, last: int) -> None:
-    """Commands take a run, a folder of checkpoints, or one of them alike."""
+    """Commands take a run, a folder of checkpoints, or one checkpoint."""
     for where, step in ((out, last), (out / "best", best), (out / "best" / f"step-{best:06d}", best)):
         assert opened_at(where).manifest.step == step
         assert main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
@@ -156,19 +156,19 @@ def look_at_the_best(out: Path, best: int, last: int) -> None:
         assert tokenizer_of(made).chat_template
     section = SampleSection.model_construct(prompts=["3?"], tokens=4, top_p=None)
     places = (out, out / "best", out.parent / "best-hf")
-    asked = {str(at): functools.partial(sample_at, str(at), section, seed=0, text=False) for at in places}
-    said = {at: answer for at, [answer] in worlds.in_turn(1, asked).items()}
-    assert len(said) == 3
-    assert all(prompt == "3?" for [(prompt, _)] in said.values())
+    requested = {str(at): functools.partial(sample_at, str(at), section, seed=0, text=False) for at in places}
+    message = {at: answer for at, [answer] in worlds.in_turn(1, requested).items()}
+    assert len(message) == 3
+    assert all(prompt == "3?" for [(prompt, _)] in message.values())
 
 
 def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     path = rising(tmp_path)
     worlds.run(1, functools.partial(run, config_file.read(path)))
-    found = {line["step"]: line for line in lines(tmp_path, "eval")}
-    means = {n: (line["eval/one/loss"] + line["eval/two/loss"]) / 2 for n, line in found.items()}
+    result = {line["step"]: line for line in lines(tmp_path, "eval")}
+    means = {n: (line["eval/one/loss"] + line["eval/two/loss"]) / 2 for n, line in result.items()}
     best = min(means, key=means.__getitem__)
-    assert max(found) == best + 4 < 40
+    assert max(result) == best + 4 < 40
     assert lines(tmp_path, "end")[-1]["why"] == "early stopping"
     assert [p.name for p in (tmp_path / "out" / "best").iterdir()] == [f"step-{best:06d}"]
     assert lines(tmp_path, "save")[-1]["step"] == best + 4
@@ -183,15 +183,15 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     (tmp_path / "out").rename(tmp_path / "whole")
     (tmp_path / "parts").rename(tmp_path / "out")
     assert {line["step"]: line["eval/two/loss"] for line in lines(tmp_path, "eval")} == pytest.approx(
-        {n: line["eval/two/loss"] for n, line in found.items()}, rel=1e-6
+        {n: line["eval/two/loss"] for n, line in result.items()}, rel=1e-6
     )
     assert len(losses(tmp_path)) == best + 4
 
 
 def test_a_lower_loss_renews_the_patience() -> None:
     """A run that gets worse, then better than it ever was, then worse again."""
-    found = iter([3.0, 4.0, 2.0, 4.0, 4.0])
-    engine: Any = SimpleNamespace(evaluate=lambda _: next(found))
+    result = iter([3.0, 4.0, 2.0, 4.0, 4.0])
+    engine: Any = SimpleNamespace(evaluate=lambda _: next(result))
     nothing: Any = None
     habits = LoopOptions(save_every=0, patience=2)
     training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})
@@ -200,33 +200,33 @@ def test_a_lower_loss_renews_the_patience() -> None:
 
 
 def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
-    """As that of an evaluation does, so that the two can be compared."""
-    told: list[dict[str, Any]] = []
+    """The loss of an evaluation leaves it out too, so that the two are comparable."""
+    message: list[dict[str, Any]] = []
     nothing: Any = None
     engine: Any = SimpleNamespace(max_norm=1.0, tokens=0)
     feed: Any = SimpleNamespace(streams_per_step=1, documents=[], plan=SimpleNamespace(epochs_before=float))
-    sink: Any = SimpleNamespace(write=lambda kind, step, values: told.append(values))
+    sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append(values))
     speed = Speed(Flops(0.0, 0.0))
     each = Loop(engine, feed, 9, Position("plan"), Path(), LoopOptions(0), nothing, speed, [sink])
     record = mw.StepRecord(0, 3.5, 1.0, 0.1, 5, 6, torch.ones(1, 2), router_loss=0.5)
     each._log_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
-    assert (told[-1]["train/loss"], told[-1]["train/router_loss"]) == (3.0, 0.5)
+    assert (message[-1]["train/loss"], message[-1]["train/router_loss"]) == (3.0, 0.5)
 
 
-def squares_told(**sizes: int) -> float:
+def logged_squares(**sizes: int) -> float:
     mesh = mw.Mesh(**sizes)
     return gather_readings(mesh, Reading(0, 0.0, 1.0, 7.0 + mesh.data_rank, ()), "the test").squares
 
 
 def test_the_squares_of_a_data_rank_count_once() -> None:
     """However many ranks share its tokens."""
-    cases = {axis: functools.partial(squares_told, **{axis: 2}) for axis in ("tp", "cp", "pp", "fsdp")}
-    found = worlds.in_turn(2, cases)
-    assert found == {"tp": [7.0] * 2, "cp": [7.0] * 2, "pp": [7.0] * 2, "fsdp": [7.0 + 8.0] * 2}
+    cases = {axis: functools.partial(logged_squares, **{axis: 2}) for axis in ("tp", "cp", "pp", "fsdp")}
+    result = worlds.in_turn(2, cases)
+    assert result == {"tp": [7.0] * 2, "cp": [7.0] * 2, "pp": [7.0] * 2, "fsdp": [7.0 + 8.0] * 2}
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
-    model = source(tmp_path / "m", "qwen3_5_moe")
+    model = source(tmp_path / "m", "qwen3_moe")
     chats(tmp_path / "chats.jsonl")
     worlds.run(2, functools.partial(run, config_file.read(file_of(tmp_path, model, mesh=dict(fsdp=2, ep=2)))))
     layout = json.loads((tmp_path / "out" / "layout.json").read_text())
@@ -247,12 +247,12 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert step["memory/peak_bytes"] > 10**7
 
 
-def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads metrics.jsonl finds what it names, whenever the run is killed."""
-    told: list[tuple[int, str]] = []
+def test_a_checkpoint_is_logged_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path in metrics.jsonl exists, whenever the run is killed."""
+    message: list[tuple[int, str]] = []
     engine: Any = SimpleNamespace(saving=None, steps=0)
     feed: Any = SimpleNamespace(streams_per_step=1)
-    sink: Any = SimpleNamespace(write=lambda kind, step, values: told.append((step, values["path"])))
+    sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append((step, values["path"])))
     each = Loop(engine, feed, 9, Position("plan"), tmp_path, LoopOptions(1), Any, Any, [sink])
     each._saved_at = -1
 
@@ -264,11 +264,11 @@ def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(loop, "_is_multiple", lambda number, every: number in (1, 3))
     for each.position.stream in (1, 2):
         each._after_step()
-    assert told == []
+    assert message == []
     engine.saving.succeeded = True
     each.position.stream = 3
     each._after_step()
-    assert told == [(1, str(tmp_path / "step-1"))]
+    assert message == [(1, str(tmp_path / "step-1"))]
     each.position.stream = 4
     each.save(wait=True)
-    assert told[1:] == [(3, str(tmp_path / "step-3")), (4, str(tmp_path / "step-4"))]
+    assert message[1:] == [(3, str(tmp_path / "step-3")), (4, str(tmp_path / "step-4"))]

@@ -22,16 +22,17 @@ from tests import parts, runs, seeing, shown, worlds
 from tests.trials import named
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+LAYERS = 4 if parts.ALL else 2  # two stages need four
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     at = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda name: shown.source(at / name, name, num_hidden_layers=4, **_layers(name)))
+    return functools.cache(lambda name: shown.source(at / name, name, num_hidden_layers=LAYERS, **_layers(name)))
 
 
 def _layers(name: str) -> dict[str, Any]:
-    return {"layer_types": ["linear_attention", "full_attention"] * 2} if name.startswith("qwen3_5") else {}
+    return {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)} if name.startswith("qwen3_5") else {}
 
 
 def chat(directory: Path, root: Path) -> Chat:
@@ -57,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "parts": row([{"type": "image", "image": "a.png"}, {"type": "text", "text": "colour?"}]),
     "a path": row([{"type": "image", "path": "a.png"}, {"type": "text", "text": "colour?"}]),
     "of OpenAI": row([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "colour?"}]),
-    "beside the messages": row([{"type": "image"}, {"type": "text", "text": "colour?"}], images=["a.png"]),
+    "next to the messages": row([{"type": "image"}, {"type": "text", "text": "colour?"}], images=["a.png"]),
     "a mark in the text": row("<image>colour?", images=["a.png"]),
     "a table": row([{"type": "image", "text": None}, {"type": "text", "text": "colour?"}], images=[{"path": "a.png"}]),
     "one": row("<image>colour?", image="a.png"),
@@ -70,9 +71,11 @@ def test_every_layout(model: Callable[[str], Path], tmp_path: Path, layout: str)
     shown.drawn(tmp_path / "a.png", "red")
     (document,) = chat(model("qwen3_vl"), tmp_path).documents(LAYOUTS[layout])
     places = f"<|vision_start|>{IMAGE * 6}<|vision_end|>"
-    due = f"<|im_start|>user\n{places}colour?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nsure?"
+    expected = (
+        f"<|im_start|>user\n{places}colour?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nsure?"
+    )
     text = shown.words().decode(document.ids)
-    assert text.startswith(due), text
+    assert text.startswith(expected), text
     assert [view.grid for view in document.views] == [(1, 4, 6)]
     learnt = [shown.words().decode(document.ids[a:b]) for a, b in document.spans]
     assert learnt == ["red<|im_end|>", "yes<|im_end|>"]
@@ -95,11 +98,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one more than the row has": (row("<image><image>which?", images=["a.png"]), "shows one more image"),
     "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
     "a mark of the model": (row("what is <|image_pad|>?"), "message 0 of the user holds the special token"),
-    "of the assistant": (
-        {"messages": [{"role": "user", "content": "draw"},
-                      {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-        "the assistant shows pictures",
-    ),
+    "of the assistant": ({"messages": [{"role": "user", "content": "draw"},
+        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}, "the assistant shows pictures"),
     "bytes": (row([{"type": "image", "image": {"bytes": "..."}}]), "not a path"),
     "a sound": (row([{"type": "audio", "audio": "a.wav"}]), "holds 'audio'"),
 }  # fmt: skip
@@ -108,9 +108,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(model: Callable[[str], Path], tmp_path: Path, case: str) -> None:
     shown.drawn(tmp_path / "a.png", "red")
-    given, what = REFUSED[case]
+    args, what = REFUSED[case]
     with pytest.raises(mw.DataError, match=what):
-        chat(model("qwen3_vl"), tmp_path).documents(given)
+        chat(model("qwen3_vl"), tmp_path).documents(args)
 
 
 def file_of(at: Path, model: Path, **train: Any) -> Path:
@@ -118,7 +118,7 @@ def file_of(at: Path, model: Path, **train: Any) -> Path:
     return runs.file_of(at, model, train={"tower": True, "length": 64, "tokens_per_step": 256, "steps": 4, **train})
 
 
-def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_pictures_without_the_tower_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match=r"set train\.tower = true"):
         prepared(config_file.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
 
@@ -143,10 +143,10 @@ MESHES: list[tuple[str, Mapping[str, int]]] = [
 @pytest.mark.parametrize(
     ("name", "mesh"), parts.every(6, MESHES), ids=lambda it: it if isinstance(it, str) else named(it)
 )
-def test_losses_are_the_same_on_every_mesh(
+def test_losses_are_equal_on_every_mesh(
     model: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]
 ) -> None:
-    """In float64, with pictures in some streams and none in others."""
+    """Some streams have pictures, others none."""
     for at, where in (("one", {}), ("mesh", mesh)):
         (tmp_path / at).mkdir()
         runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false")
@@ -156,7 +156,7 @@ def test_losses_are_the_same_on_every_mesh(
 
 
 def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """With the pictures that were due."""
+    """It continues with the next pictures."""
     for name, several in (("whole", (4,)), ("parts", (2, 4))):
         (tmp_path / name).mkdir()
         file = file_of(tmp_path / name, model("qwen3_vl"))
@@ -166,30 +166,30 @@ def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path
 
 
 def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of two processes; examples/colours.py lets it answer."""
+    """Two processes train; examples/colours.py lets transformers answer."""
     file = file_of(tmp_path, model("qwen3_vl"), dtype="float32")
     runs.on_mesh(file, dict(fsdp=2))
     export = tmp_path / "out" / "export"
     shown.drawn(tmp_path / "new.png", "green")
     (document,) = chat(export, tmp_path).documents(row([{"type": "image", "image": "new.png"}]))
-    found = chat(export, tmp_path).processor
-    assert found is not None
-    pixels, grid = (found.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
+    result = chat(export, tmp_path).processor
+    assert result is not None
+    pixels, grid = (result.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
-    due = _theirs(export, ids, pixels, grid, found.placeholders.ids[0])
-    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.placeholders.ids)
-    assert float((mine - due).abs().max()) < 1e-5 * float(due.abs().max())
+    expected = _reference_logits(export, ids, pixels, grid, result.placeholders.ids[0])
+    (local,) = worlds.run(1, _ours, export, ids, pixels, grid, result.placeholders.ids)
+    assert float((local - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
-def _theirs(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
+def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
     from transformers import AutoModelForImageTextToText
 
     it = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32, attn_implementation="eager").eval()
-    given = torch.tensor([ids])
-    kinds = (given == place).long()
+    args = torch.tensor([ids])
+    kinds = (args == place).long()
     with torch.no_grad():
         return it(
-            input_ids=given, pixel_values=pixels, image_grid_thw=torch.tensor([grid]), mm_token_type_ids=kinds,
+            input_ids=args, pixel_values=pixels, image_grid_thw=torch.tensor([grid]), mm_token_type_ids=kinds,
             use_cache=False,
         ).logits[0]  # fmt: skip
 
@@ -200,13 +200,13 @@ def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tupl
 
 
 def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
-    """Of a model that sees, in a source of words: told before the run, and so are ids beyond its vocabulary."""
+    """A text source with tokens that stand for pictures, or ids beyond the vocabulary, is refused before the run."""
     model = seeing.directory(tmp_path / "m", "qwen3_vl")
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
-    assert str(place) in told
+    make, message, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
+    assert str(place) in message
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})

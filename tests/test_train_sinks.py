@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, by stand-ins: what they are given, and that they cannot stop a run."""
+"""TensorBoard and Weights & Biases, by stand-ins: they get every event, and cannot stop a run."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def config(tmp_path: Path, **log: Any) -> Any:
 
 class Writer:
     def __init__(self, folder: str, purge_step: int) -> None:
-        self.told: list[Any] = [(folder, purge_step)]
+        self.events: list[Any] = [(folder, purge_step)]
 
-    def add_scalar(self, *told: Any) -> None:
-        self.told.append(told)
+    def add_scalar(self, *message: Any) -> None:
+        self.events.append(message)
 
-    def add_text(self, *told: Any) -> None:
-        self.told.append(told)
+    def add_text(self, *message: Any) -> None:
+        self.events.append(message)
 
     def flush(self) -> None:
-        self.told.append("flush")
+        self.events.append("flush")
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ModuleType("torch.utils.tensorboard")
-    found.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", found)
+    result = ModuleType("torch.utils.tensorboard")
+    result.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", result)
     [sink] = sinks_of(config(tmp_path, tensorboard=True), tmp_path, 7)
     for kind, values in (("step", STEP), ("sample", SAMPLE), ("end", {"why": ""})):
         sink.write(kind, 7, values)
-    assert sink.sink.writer.told == [  # type: ignore[attr-defined]
+    assert sink.sink.writer.events == [  # type: ignore[attr-defined]
         (str(tmp_path / "tensorboard"), 7), ("train/loss", 2.0, 7), ("experts/max_over_mean", 3.0, 7),
         ("sample/0", "Hi\n\nthere", 7), "flush",
     ]  # fmt: skip
@@ -52,20 +52,20 @@ def test_a_run_that_goes_on_is_the_same_there(tmp_path: Path, monkeypatch: pytes
     begun: list[Any] = []
     logged: list[Any] = []
 
-    def init(**given: Any) -> Any:
-        begun.append(given)
+    def init(**args: Any) -> Any:
+        begun.append(args)
         return SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for step in (1, 2):
-        [sink] = sinks_of(config(tmp_path, wandb="mine"), tmp_path, step)
+        [sink] = sinks_of(config(tmp_path, wandb="runs"), tmp_path, step)
         sink.write("step", step, STEP)
     assert begun[0]["id"] == begun[1]["id"]
-    assert (begun[0]["project"], begun[0]["resume"], begun[0]["config"]["model"]) == ("mine", "allow", "m")
+    assert (begun[0]["project"], begun[0]["resume"], begun[0]["config"]["model"]) == ("runs", "allow", "m")
     assert [step for step, _ in logged] == [1, 2]
 
 
-def test_a_dead_sink_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_sink_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         raise OSError("the service is gone")
 
@@ -78,7 +78,7 @@ def test_a_dead_sink_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert Guarded("It", fail).sink is None
 
 
-@pytest.mark.parametrize(("field", "value"), [("tensorboard", True), ("wandb", "mine")])
+@pytest.mark.parametrize(("field", "value"), [("tensorboard", True), ("wandb", "runs")])
 def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(mw.ConfigError, match=f"log.{field} needs the package {field}: pip install {field}"):

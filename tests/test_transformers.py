@@ -1,4 +1,5 @@
-"""Against transformers, float32, odd sizes: logits, every gradient, packed documents beside documents one at a time."""
+"""Comparison with transformers in float32, at odd sizes: logits, every gradient, packed documents against single
+ones."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests import parts, tiny, worlds
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 110)), [8, 8]]
 
 
-def theirs(name: str, changes: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def reference_outputs(name: str, changes: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Logits of each document alone, gradients and value of the mean loss over all targets."""
     model = tiny.reference(name, **(changes or {}))
     num_targets = sum(len(d) - 1 for d in DOCUMENTS)
@@ -65,18 +66,18 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "changes"), parts.every(2, FIELDS), ids=str)
 def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
-    """Of every family, and of every field of the config that a family reads, away from its default."""
+    """Each family, and each field of the config that a family reads, away from its default."""
     compare(tmp_path, name, changes)
 
 
 def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
     source = tiny.directory(at / "m", name, **changes)
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, reference_outputs, name, changes)[0])
 
 
-def agree(found: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor, dict[str, Tensor], Tensor]) -> None:
+def agree(result: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor, dict[str, Tensor], Tensor]) -> None:
     """The rules by which a family agrees with transformers."""
-    (logits, grads, loss), (ref_logits, ref_grads, ref_loss) = found, expected
+    (logits, grads, loss), (ref_logits, ref_grads, ref_loss) = result, expected
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     assert kl(ref_logits, logits) <= 3e-7
     assert math.isclose(loss, ref_loss.item(), rel_tol=1e-6)
@@ -87,7 +88,7 @@ def agree(found: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor
         assert error <= 1e-5 * max(ref.double().norm().item(), 1e-2 * norm), f"{key}: {error / norm:.2e} of the norm"
 
 
-def theirs_of(source: Path) -> Tensor:
+def reference_outputs_of(source: Path) -> Tensor:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -103,24 +104,24 @@ DEFAULT_HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(DEFAULT_HEADS))
 def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
-    """What files do not say differs from family to family."""
+    """The default differs from family to family."""
     source = tiny.directory(tmp_path / "m", name, **DEFAULT_HEADS[name])
     config = json.loads((source / "config.json").read_text())
     del config["head_dim"]
     (source / "config.json").write_text(json.dumps(config))
     logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits = worlds.run(1, theirs_of, source)[0]
+    ref_logits = worlds.run(1, reference_outputs_of, source)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])
 @pytest.mark.parametrize("ffn", [40, 20], ids=["F = D", "2F = D"])
-def test_experts_whose_sizes_are_alike(tmp_path: Path, ffn: int, layout: str) -> None:
-    """Where no shape tells `[2F, D]` from its transpose, or from `down_proj`."""
+def test_experts_of_equal_sizes(tmp_path: Path, ffn: int, layout: str) -> None:
+    """No shape distinguishes `[2F, D]` from its transpose, or from `down_proj`."""
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
     source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
     logits, grads, _ = worlds.run(1, ours, source)[0]
-    ref_logits, ref_grads, _ = worlds.run(1, theirs, "qwen3_moe", changes)[0]
+    ref_logits, ref_grads, _ = worlds.run(1, reference_outputs, "qwen3_moe", changes)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     for key, grad in tiny._per_expert(grads).items():
         assert (grad - ref_grads[key]).norm() <= 1e-4 * ref_grads[key].norm() + 1e-7, key
@@ -135,13 +136,13 @@ def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path, name: 
     """Zero-centred ones at 0, all others at 1; what begins elsewhere learns something else."""
     source = tiny.directory(tmp_path / "m", name)
     expected = {k: v for k, v in tiny.fresh(name).state_dict().items() if k.endswith("norm.weight")}
-    found = worlds.run(1, fresh, source)[0]
-    assert {k for k in found if k.endswith("norm.weight")} == set(expected)
+    result = worlds.run(1, fresh, source)[0]
+    assert {k for k in result if k.endswith("norm.weight")} == set(expected)
     for key, value in expected.items():
-        assert torch.equal(found[key].float(), value), key
+        assert torch.equal(result[key].float(), value), key
 
 
-def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permuted_segments_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A declaration that takes [Q | K | V] for [K | Q | V] loads, trains and exports without a complaint; only another
     implementation can tell."""
     real: Callable[..., Any] = segments
@@ -156,7 +157,7 @@ def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(qwen3_5, "segments", swapped)
     source = tiny.directory(tmp_path / "m", "qwen3_5")
     logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits, _, _ = worlds.run(1, theirs, "qwen3_5")[0]
+    ref_logits, _, _ = worlds.run(1, reference_outputs, "qwen3_5")[0]
     assert (logits - ref_logits).abs().max() > 1e-2
 
 
@@ -170,8 +171,8 @@ def test_transformers_loads_the_export(tmp_path: Path, name: str) -> None:
     ids = torch.tensor([DOCUMENTS[3]])
     with torch.no_grad():
         expected = model(ids).logits[0]
-    found = worlds.run(1, _logits, tmp_path / "out", DOCUMENTS[3])[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    result = worlds.run(1, _logits, tmp_path / "out", DOCUMENTS[3])[0]
+    assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def _train_and_export(source: Path, out: Path) -> None:
@@ -207,7 +208,7 @@ def _values(source: Path) -> Tensor:
 
 
 def _dtypes(source: Path) -> dict[str, set[torch.dtype]]:
-    """What reaches the ops that must not get rounded values, in a bf16 run."""
+    """Return the dtypes that reach ops which must not get rounded values, in a bf16 run."""
     seen: dict[str, set[torch.dtype]] = {}
     ops = qwen3_5.ops
 

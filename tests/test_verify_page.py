@@ -60,29 +60,29 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     text = whole(made, [RunResult("float64", 1.0, [])])
     assert time.monotonic() - began < 15
     assert len(text) < 100_000
-    found = Read(text)
-    assert "num_hidden_layers 48 → 2" in found.text
-    assert "Where 30,532,122,624 parameters lie" in found.text
+    result = Read(text)
+    assert "num_hidden_layers 48 → 2" in result.text
+    assert "Where 30,532,122,624 parameters lie" in result.text
     assert not re.search(r"https?:|//|<script|<link|@import|src=|url\(", text)
     assert re.search(
         words("color-scheme: light dark", 'name="viewport" content="width=device-width', "max-width: "), text
     )
-    assert re.search(words(r"meshwright 1\.2\.3", r"torch 4\.5\.6", "2026-11-24 09:00 UTC", "'a<b>'"), found.text)
+    assert re.search(words(r"meshwright 1\.2\.3", r"torch 4\.5\.6", "2026-11-24 09:00 UTC", "'a<b>'"), result.text)
 
-    ranks = found.table("rank")
+    ranks = result.table("rank")
     assert len(ranks) == 16
     assert ranks[11] == dict(rank="11", replicate="1", fsdp="1", tp="1", ep="3", **{"data rank": "5"}), "no zeros"
-    assert "rank 3: data rank 1, tp 1, ep 3" in found.titles
-    assert len([title for title in found.titles if title.startswith("rank ")]) == 8, "one replica is drawn"
-    assert re.search(words("replicate = 2", r"ep = 8[^=]*2 groups of 8\s+one is 0-7"), found.text)
+    assert "rank 3: data rank 1, tp 1, ep 3" in result.titles
+    assert len([title for title in result.titles if title.startswith("rank ")]) == 8, "one replica is drawn"
+    assert re.search(words("replicate = 2", r"ep = 8[^=]*2 groups of 8\s+one is 0-7"), result.text)
 
-    by_name = {row["parameter"].partition("\n")[0]: row for row in found.table("parameter")}
+    by_name = {row["parameter"].partition("\n")[0]: row for row in result.table("parameter")}
     assert len(by_name) == 14  # not 48 times as many
     experts = by_name["layers.{i}.mlp.experts.gate_up"]
     assert experts["parameter"].splitlines()[1:] == ["layers 0-47", "expert 128, half 2, expert_ffn 768, embed 2048"]
     assert experts["placement"].splitlines() == ["cut expert by ep=8", "copies over replicate=2"]
     assert experts["on a rank"] == size(128 // 8 * 2 * 768 * 2048 * 4)
-    assert f"{128 // 8 * 2 * 768 * 2048 * 4:,} bytes" in found.titles
+    assert f"{128 // 8 * 2 * 768 * 2048 * 4:,} bytes" in result.titles
     assert experts["keys of the files"].splitlines() == [
         f"model.layers.{{i}}.mlp.experts.{{0-127}}.{part}_proj.weight" for part in ("gate", "up")
     ]
@@ -94,10 +94,10 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
 
 
 def test_on_a_phone_each_value_has_the_name_of_its_column() -> None:
-    found = read("tiny-qwen3-moe", fsdp=2, ep=2)
-    cells = [cell for table in found.tables for row in table[1:] for cell in row]
-    assert len(found.labels) == len(cells)
-    assert {"oracle", "holds if", "float64, 1.0 s", "keys of the files"} <= set(found.labels)
+    result = read("tiny-qwen3-moe", fsdp=2, ep=2)
+    cells = [cell for table in result.tables for row in table[1:] for cell in row]
+    assert len(result.labels) == len(cells)
+    assert {"oracle", "holds if", "float64, 1.0 s", "keys of the files"} <= set(result.labels)
 
 
 def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
 
 
 def test_an_uneven_cut_is_a_span() -> None:
-    found = read("tiny-qwen3", fsdp=3, tp=2)
-    assert found.table("parameter")[0]["on a rank"] == "3.108 kB to 3.256 kB"
-    assert f"{4 * 37 * 21:,} to {4 * 37 * 22:,} bytes" in found.titles
+    result = read("tiny-qwen3", fsdp=3, tp=2)
+    assert result.table("parameter")[0]["on a rank"] == "3.108 kB to 3.256 kB"
+    assert f"{4 * 37 * 21:,} to {4 * 37 * 22:,} bytes" in result.titles
 
 
 @pytest.mark.parametrize(
@@ -134,22 +134,22 @@ def real(source: Path, mesh: dict[str, int]) -> tuple[list[Any], int]:
 
 
 def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
-    """What is worked out on the meta device is what ranks find of a model that they hold."""
+    """The meta device gives the same numbers as ranks with a loaded model."""
     mesh = dict(fsdp=2, tp=2, ep=2)
     source = tiny.directory(tmp_path / "m", "qwen3_5_moe")
-    found = worlds.run(4, real, source, mesh)
+    result = worlds.run(4, real, source, mesh)
     blueprint, axes = plan(str(source), Axes(**mesh)).blueprint, Axes(**mesh)
-    for rank, (charges, _) in enumerate(found):
+    for rank, (charges, _) in enumerate(result):
         assert engine_bill(blueprint, axes, rank, Work(8192, 1)) == charges
     shown = read(str(source), **mesh)
     lines = shown.table("what")
-    assert sum(number(row["count"]) for row in lines) == sum(c.count for c in found[0][0])
-    sums = [sum(c.count * c.num_bytes for c in charges) for charges, _ in found]
+    assert sum(number(row["count"]) for row in lines) == sum(c.count for c in result[0][0])
+    sums = [sum(c.count * c.num_bytes for c in charges) for charges, _ in result]
     assert sums[0] == max(sums)
     assert f"{size(sums[0])}" in shown.text, "the bytes of a step"
     by_op = {row["operation"]: row for row in shown.table("over") if not row["over"]}
-    assert set(by_op) == {c.op for c in found[0][0]}
-    held = [num_bytes for _, num_bytes in found]
+    assert set(by_op) == {c.op for c in result[0][0]}
+    held = [num_bytes for _, num_bytes in result]
     need = Figures("it", blueprint, axes, work_of(axes, None, 1)).need
     assert [need.stored(rank)[0].num_bytes for rank in range(4)] == held
     stored = shown.table("stored")[0]
@@ -170,10 +170,10 @@ def test_a_large_mesh_is_drawn_in_part() -> None:
     blueprint, axes = plan("tiny-qwen3-moe", Axes()).blueprint, Axes(replicate=2, fsdp=1024, tp=4)
     text = plan_page(Figures("tiny-qwen3-moe", blueprint, axes, work_of(axes, None, 1)), ORIGIN)
     assert len(text) < 100_000
-    found = Read(text)
-    assert len([title for title in found.titles if title.startswith("rank ")]) == 128
+    result = Read(text)
+    assert len([title for title in result.titles if title.startswith("rank ")]) == 128
     assert re.search(
-        words("3,968 ranks like these, to rank 4,095", "one of 2 such replicas", "8,128 more ranks"), found.text
+        words("3,968 ranks like these, to rank 4,095", "one of 2 such replicas", "8,128 more ranks"), result.text
     )
 
 
@@ -186,39 +186,41 @@ def test_a_large_mesh_is_drawn_in_part() -> None:
 def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
     axes = Axes(**mesh)
     blueprint = Blueprint.of(tiny.of("qwen3_moe", num_experts=axes.ep * -(-8 // axes.ep)))
-    found = Read(plan_page(Figures("a model", blueprint, axes, work_of(axes, None, 1)), ORIGIN))
-    drawn = [int(re.findall(r"\d+", title)[0]) for title in found.titles if title.startswith("rank ")]
+    result = Read(plan_page(Figures("a model", blueprint, axes, work_of(axes, None, 1)), ORIGIN))
+    drawn = [int(re.findall(r"\d+", title)[0]) for title in result.titles if title.startswith("rank ")]
     replica = axes.world // axes.replicate
     assert drawn == list(range(replica if replica <= 256 else 128))
 
 
-def test_what_does_not_fit_is_told_large(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_shown_large(tmp_path: Path) -> None:
     model = directory(tmp_path / "m", QWEN3_30B_A3B)
-    found = planned(model, device=80 * 10**9, fsdp=2, ep=2)
-    assert re.search(words("does not fit 80 GB", "fsdp=16", r"moments", "activations"), found.text + str(found.tables))
+    result = planned(model, device=80 * 10**9, fsdp=2, ep=2)
+    assert re.search(
+        words("does not fit 80 GB", "fsdp=16", r"moments", "activations"), result.text + str(result.tables)
+    )
     assert "fits 80 GB" in planned(model, device=80 * 10**9, fsdp=64, ep=8).text
 
 
-def test_what_was_found_is_shown_and_escaped() -> None:
+def test_findings_are_shown_and_escaped() -> None:
     bad = RunResult("float64", 1.0, [Finding("G1", "a<b>", "x & y"), *[Finding("K1", f"c{i}", "?") for i in range(60)]])
-    found = read("tiny-qwen3", [bad, RunResult("float32", 1.0, [])], tp=2)
-    row = next(row for row in found.table("oracle") if row["oracle"] == "G1")
+    result = read("tiny-qwen3", [bad, RunResult("float32", 1.0, [])], tp=2)
+    row = next(row for row in result.table("oracle") if row["oracle"] == "G1")
     assert list(row.values())[2:] == ["FAILS (1)", "pass"]
-    assert "float64 G1 a<b>: x & y" in found.text
-    assert "and 10 more of K1" in found.text
-    assert "findings: 61" in found.text
+    assert "float64 G1 a<b>: x & y" in result.text
+    assert "and 10 more of K1" in result.text
+    assert "findings: 61" in result.text
     assert '"a<b' not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
     assert "a<b>" not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
 
 
-def test_findings_of_layers_alike_stand_in_one_box_and_all_can_be_opened() -> None:
+def test_findings_of_equal_layers_share_a_box_that_opens() -> None:
     names = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(5)]
-    found = [*(Finding("G1", name, "off by 6.6e-01") for name in names), Finding("K1", "all_reduce", "2, not 3")]
-    text = whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, found)])
+    result = [*(Finding("G1", name, "off by 6.6e-01") for name in names), Finding("K1", "all_reduce", "2, not 3")]
+    text = whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, result)])
     shown, _, rest = text.partition("<details><summary>All 6 findings of float64")
     assert [part.count('<pre class="finding">') for part in (shown, rest)] == [2, 6]
     assert f"(the first of 5 in {names[0].replace('0', '*')})" in Read(text).text
-    assert "6 findings" not in whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, found[-2:])])
+    assert "6 findings" not in whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, result[-2:])])
     one_left = [Finding("G1", name, "?") for name in ("a", "b", "c", "d")]  # as many lines as findings
     assert "G1 d: ?" in Read(whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, one_left)])).text
 
@@ -235,13 +237,13 @@ def test_the_verdict_says_where_to_begin() -> None:
 
 
 def test_the_first_line_is_for_a_lead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal and on the page: the checks, the mesh, what fails, or the worst gradient and what is allowed."""
+    """Terminal and page begin with the checks, the mesh, and what fails, or the worst gradient and its bound."""
     monkeypatch.setenv("COLUMNS", "80")
     name = "model.layers.2.post_attention_layernorm.weight"
     margins = [Margin("D1", "scores", 9, 9e-10, 1e-9), Margin("G1", "gradients", 240, 1.7e-13, 1e-9, name)]
-    tried, asked = plan("tiny-qwen3", Axes(tp=2)), ("W1", "D1", "G1")
-    well = RunResult("float64", 1.0, [], asked, margins=margins)
-    bad = RunResult("float64", 1.0, [Finding("G1", name, "off")], asked, ended=("W1",))
+    tried, requested = plan("tiny-qwen3", Axes(tp=2)), ("W1", "D1", "G1")
+    well = RunResult("float64", 1.0, [], requested, margins=margins)
+    bad = RunResult("float64", 1.0, [Finding("G1", name, "off")], requested, ended=("W1",))
     lines = {
         "4 checks on tp=2: all is well; worst gradient 1.7e-13 off, 1e-09 allowed": well,
         "4 checks on tp=2: all is well; worst of 9 scores 9.0e-10 off, 1e-09 allowed": replace(
@@ -252,9 +254,9 @@ def test_the_first_line_is_for_a_lead(monkeypatch: pytest.MonkeyPatch, capsys: p
     }
     for first, part in lines.items():
         print_table("tiny-qwen3", tried, [part])
-        said = capsys.readouterr().out
-        assert said.splitlines()[0] == first
-        assert "…" not in said
+        message = capsys.readouterr().out
+        assert message.splitlines()[0] == first
+        assert "…" not in message
         verdict, _, more = first.partition("; ")
         assert f"<strong>{verdict}</strong>" in whole(tried, [part])
         assert more.split(";")[0] in Read(whole(tried, [part])).text
@@ -294,13 +296,13 @@ def test_numbers_of_ranks_stand_out_from_their_shade() -> None:
 
 def test_all_text_is_escaped() -> None:
     cells = table(["<h>"], [["<b>&amp;"], [Cell("<i>.a-name-that-may-be-broken", "k", "<u>", '"<s>')]])
-    found = Read(page("<title>", ORIGIN, [cells, tag("p", "<q>")]))
-    assert found.tables[0] == [["<h>"], ["<b>&amp;"], ["<i>.a-name-that-may-be-broken\n<u>"]]
-    assert found.titles == ['"<s>']
-    assert found.tags.isdisjoint(["b", "u", "s", "q"])
+    result = Read(page("<title>", ORIGIN, [cells, tag("p", "<q>")]))
+    assert result.tables[0] == [["<h>"], ["<b>&amp;"], ["<i>.a-name-that-may-be-broken\n<u>"]]
+    assert result.titles == ['"<s>']
+    assert result.tags.isdisjoint(["b", "u", "s", "q"])
 
 
-def test_what_was_not_tried_stands_beside_the_verdict() -> None:
+def test_the_verdict_names_what_was_not_tried() -> None:
     assert re.search(words("all is well", r"not tried: [^<]*\breplicate\b"), read("tiny-qwen3", tp=2).text)
 
 
@@ -310,12 +312,23 @@ def test_the_command_writes_it_whole(
     target = tmp_path / "page.html"
     target.write_text("of yesterday")
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
-    said = ["verify", "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64", "--against", "none", "--html", str(target)]
-    assert main(said) == 1
-    found = Read(target.read_text())
-    assert "a sum over tp" in found.text
-    assert next(row for row in found.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
-    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --against none --html {target}" in found.text
+    message = [
+        "verify",
+        "tiny-qwen3",
+        "--mesh",
+        "tp=2",
+        "--dtypes",
+        "float64",
+        "--against",
+        "none",
+        "--html",
+        str(target),
+    ]
+    assert main(message) == 1
+    result = Read(target.read_text())
+    assert "a sum over tp" in result.text
+    assert next(row for row in result.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
+    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --against none --html {target}" in result.text
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     capsys.readouterr()
 

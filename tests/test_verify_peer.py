@@ -1,4 +1,4 @@
-"""M1 and R1 of `meshwright verify`: one process beside transformers' model."""
+"""M1 and R1 of `meshwright verify`: one process against transformers' model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import parts, tiny
 from tests.words import words
 
 
-def beside_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
+def compared_with_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
     return session._run_transformers(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
 
 
@@ -45,7 +45,7 @@ def half_back_through_norms(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """The weight of a zero-centred norm is small beside the 1."""
+    """The weight of a zero-centred norm is small compared with the 1."""
 
     def normed(x: Tensor, weight: Tensor, eps: float, _zero_centred: bool) -> tuple[Tensor, ...]:
         wide = norms.upcast(x)
@@ -65,37 +65,25 @@ def one_added_in_bfloat16_in_backward(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
-    "rotated the other way": (
-        rotated_the_other_way,
-        "tiny-qwen3",
-        r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches",
-    ),
+    "rotated the other way": (rotated_the_other_way, "tiny-qwen3",
+        r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches"),
     "positions rounded": (positions_rounded, "tiny-qwen3", "M1 RoPE: .*, in a long document"),
-    "the aux loss is not averaged": (
-        aux_loss_not_averaged,
-        "tiny-qwen3-moe",
-        "M1 router's aux loss: .*2 micro-batches are summed",
-    ),
-    "half of it flows back through norms": (
-        half_back_through_norms,
-        "tiny-qwen3",
-        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and this key",
-    ),
-    "1 + w in bfloat16, in backward": (
-        one_added_in_bfloat16_in_backward,
-        "tiny-qwen3.5",
-        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*",
-    ),
+    "the aux loss is not averaged": (aux_loss_not_averaged, "tiny-qwen3-moe",
+        "M1 router's aux loss: .*2 micro-batches are summed"),
+    "half of it flows back through norms": (half_back_through_norms, "tiny-qwen3",
+        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and this key"),
+    "1 + w in bfloat16, in backward": (one_added_in_bfloat16_in_backward, "tiny-qwen3.5",
+        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*"),
     "1 + w in bfloat16": (one_added_in_bfloat16, "tiny-qwen3.5", r"R1 \S*norm: in bfloat16 its (outputs|scales) .*"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", parts.every(2, PLANTS))
 def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plant, model, told = PLANTS[name]
+    plant, model, message = PLANTS[name]
     plant(monkeypatch)
-    first, *_ = beside_transformers(tmp_path, model).findings
-    assert re.match(told, str(first)), first
+    first, *_ = compared_with_transformers(tmp_path, model).findings
+    assert re.match(message, str(first)), first
 
 
 def unknown(_source: Path) -> str:
@@ -107,23 +95,23 @@ def failing(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instead", "told"),
+    ("name", "instead", "message"),
     [
         ("unsupported", unknown, words("M1", "'qwen9'")),
         ("run_transformers", failing, words("M1", "transformers fails", "RuntimeError: no kernel")),
     ],
     ids=["an unknown family", "an error of transformers"],
 )
-def test_what_could_not_be_asked_is_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], told: str
+def test_models_that_transformers_cannot_run_are_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], message: str
 ) -> None:
-    """Not a pass: terminal, page and JSON say what was not tried from `untried`."""
+    """Terminal, page and JSON name what was not tried, from `untried`: it is not a pass."""
     monkeypatch.setattr(transformers_oracles, name, instead)
-    part = beside_transformers(tmp_path)
+    part = compared_with_transformers(tmp_path)
     assert (list(part.findings), list(part.oracles)) == ([], [])
     tried = plan("tiny-qwen3", Axes(fsdp=2), say=lambda _: None)
-    assert any(re.search(told, what) for what in report.untried(tried, [part])), part
-    assert re.search(told, report.unproven(tried, [part]))
+    assert any(re.search(message, what) for what in report.untried(tried, [part])), part
+    assert re.search(message, report.unproven(tried, [part]))
 
 
 def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
@@ -131,5 +119,5 @@ def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(tiny.of("qwen3", pad_token_id=0)))
-    part = beside_transformers(tmp_path, str(recipe))
+    part = compared_with_transformers(tmp_path, str(recipe))
     assert (list(part.findings), part.oracles) == ([], ("M1", "R1"))

@@ -1,4 +1,4 @@
-"""The tower, positions and pictures of documents, beside transformers; and what is refused."""
+"""The tower, positions and pictures of documents, against transformers; and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def inputs(made: Made) -> dict[str, Any]:
-    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it is given ours:
+    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it gets ours:
     those of all other documents are compared with its own."""
     tokens, pictures = made
     ids, batch = torch.tensor([tokens]), seeing.packed_of([made])
@@ -57,8 +57,8 @@ APART = tuple(name for name in DOCUMENTS if name != "touching")
 
 
 @functools.cache
-def their_positions() -> dict[str, Tensor]:
-    """Of each document that transformers can find them for."""
+def reference_positions() -> dict[str, Tensor]:
+    """Return the positions of each document for which transformers finds them."""
     model, out = _reference("qwen3_vl").model, dict[str, Tensor]()
     for case in APART:
         made = inputs(DOCUMENTS[case])
@@ -67,21 +67,21 @@ def their_positions() -> dict[str, Tensor]:
     return out
 
 
-def otherwise_placed() -> dict[str, int]:
-    """How many positions of each document are not those of transformers; and of all of them, packed."""
-    due = {
-        **{(case,): theirs for case, theirs in their_positions().items()},
-        APART: torch.cat([*their_positions().values()]),
+def misplaced() -> dict[str, int]:
+    """Count the positions of each document, and of all of them packed, that differ from transformers'."""
+    expected = {
+        **{(case,): reference for case, reference in reference_positions().items()},
+        APART: torch.cat([*reference_positions().values()]),
     }
-    found = {names: seeing.packed(names).docs for names in due}
+    result = {names: seeing.packed(names).docs for names in expected}
     turns = {
-        names: docs.positions_T[:, None] if docs.turns_T3 is None else docs.turns_T3 for names, docs in found.items()
+        names: docs.positions_T[:, None] if docs.turns_T3 is None else docs.turns_T3 for names, docs in result.items()
     }
-    return {", ".join(names): int((turns[names] != theirs).sum()) for names, theirs in due.items()}
+    return {", ".join(names): int((turns[names] != reference).sum()) for names, reference in expected.items()}
 
 
 def test_positions_are_those_of_transformers() -> None:
-    assert otherwise_placed() == dict.fromkeys([*APART, ", ".join(APART)], 0)
+    assert misplaced() == dict.fromkeys([*APART, ", ".join(APART)], 0)
 
 
 def test_positions_as_the_rule_says() -> None:
@@ -105,7 +105,7 @@ def _reference(name: str) -> Any:
     return seeing.reference(name)
 
 
-def _theirs(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
+def _reference_logits(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
     """Logits; `seen` gets what the tower gave: rows for the places, and those for the first layers."""
 
     def note(_module: Any, _args: Any, out: Any) -> None:
@@ -119,8 +119,8 @@ def _theirs(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
         hook.remove()
 
 
-class Said(NamedTuple):
-    """Of all documents: rows of the tower, what its norms make of small numbers, logits, loss and gradients."""
+class Outputs(NamedTuple):
+    """Outputs for all documents: rows of the tower, norms of small numbers, logits, loss and gradients."""
 
     rows: list[Tensor]
     norms: list[Tensor]
@@ -130,15 +130,16 @@ class Said(NamedTuple):
 
 
 def _of_small_numbers(tower: nn.Module, kind: type[nn.Module]) -> list[Tensor]:
-    """What each norm makes of numbers whose variance is near its epsilon: elsewhere nobody sees another one."""
+    """Return the output of each norm for numbers whose variance is near its epsilon: elsewhere the epsilon does not
+    show."""
     norms = [module for module in tower.modules() if isinstance(module, kind)]
     widths = [len(norm.get_parameter("weight")) for norm in norms]
     with torch.no_grad():
         return [norm(torch.linspace(-2e-3, 2e-3, width)[None]) for norm, width in zip(norms, widths, strict=True)]
 
 
-def ours(source: Path) -> Said:
-    """Packed."""
+def ours(source: Path) -> Outputs:
+    """Return the outputs of the packed documents."""
     model, batch = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True), seeing.packed(DOCS)
     rows: list[Tensor] = []
     tower = model.parts[0].tower
@@ -147,14 +148,14 @@ def ours(source: Path) -> Said:
     logits = mw.logits(model, batch)
     hook.remove()
     loss = mw.Engine(model, lr=1e-3).backward([batch])
-    return Said(rows, _of_small_numbers(tower, LayerNorm), logits, loss, mw.gather(model, "grad"))
+    return Outputs(rows, _of_small_numbers(tower, LayerNorm), logits, loss, mw.gather(model, "grad"))
 
 
-def theirs(name: str) -> Said:
-    """The same of transformers, document by document. Its rows come in the order of ours."""
+def reference_outputs(name: str) -> Outputs:
+    """Return transformers' outputs, document by document, with rows in the order of ours."""
     model, batch, seen = _reference(name), seeing.packed(DOCS), list[list[Tensor]]()
     model.zero_grad()
-    logits = [_theirs(name, DOCUMENTS[doc], seen) for doc in DOCS]
+    logits = [_reference_logits(name, DOCUMENTS[doc], seen) for doc in DOCS]
     terms = [F.cross_entropy(each, labels, reduction="sum") for each, labels in zip(logits, batch.split(batch.labels),
              strict=True)]  # fmt: skip
     loss = torch.stack(terms).sum() / batch.num_targets
@@ -162,7 +163,7 @@ def theirs(name: str) -> Said:
     grads = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
     rows = [torch.cat(each).detach()[_pictures_first().argsort()] for each in zip(*seen, strict=True)]
     norms = _of_small_numbers(model.model.visual, nn.LayerNorm)
-    return Said(rows, norms, torch.cat(logits).detach(), loss.item(), grads)
+    return Outputs(rows, norms, torch.cat(logits).detach(), loss.item(), grads)
 
 
 def _pictures_first() -> Tensor:
@@ -174,45 +175,45 @@ def _pictures_first() -> Tensor:
     return order[is_place].argsort(stable=True)
 
 
-def shares(mine: Said, peer: Said) -> dict[str, float]:
-    """How far off each is, as a share of what is allowed: above 1 it is wrong."""
-    out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(mine.rows, peer.rows, strict=True))}
-    out["norms"] = max(_off(*both) for both in zip(mine.norms, peer.norms, strict=True)) / 1e-5
-    logits, their_logits = mine.logits.double(), peer.logits.double()
+def shares(local: Outputs, peer: Outputs) -> dict[str, float]:
+    """Return each error as a share of its bound: above 1 it is wrong."""
+    out = {f"rows {number}": _off(*both) / 2e-6 for number, both in enumerate(zip(local.rows, peer.rows, strict=True))}
+    out["norms"] = max(_off(*both) for both in zip(local.norms, peer.norms, strict=True)) / 1e-5
+    logits, their_logits = local.logits.double(), peer.logits.double()
     out["logits"] = float((logits - their_logits).abs().max()) / 1e-5
     mass, their_mass = logits.log_softmax(-1), their_logits.log_softmax(-1)
     out["divergence"] = float((their_mass.exp() * (their_mass - mass)).sum(-1).max()) / 3e-7
-    out["loss"] = abs(mine.loss - peer.loss) / 1e-5
-    whole = float(torch.stack([peer.grads[key].norm() for key in mine.grads]).norm())
-    bound = {key: 1e-5 * max(float(peer.grads[key].norm()), 1e-2 * whole) for key in mine.grads}
-    off = {key: float((grad - peer.grads[key]).norm()) / bound[key] for key, grad in mine.grads.items()}
+    out["loss"] = abs(local.loss - peer.loss) / 1e-5
+    whole = float(torch.stack([peer.grads[key].norm() for key in local.grads]).norm())
+    bound = {key: 1e-5 * max(float(peer.grads[key].norm()), 1e-2 * whole) for key in local.grads}
+    off = {key: float((grad - peer.grads[key]).norm()) / bound[key] for key, grad in local.grads.items()}
     out["gradients"] = max(off.values())
-    trained = mine.grads["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
+    trained = local.grads["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
     out["the words of places"] = float("inf") if trained else 0.0
     return out
 
 
-def _off(mine: Tensor, peer: Tensor) -> float:
-    return float((mine - peer).norm() / peer.norm())
+def _off(local: Tensor, peer: Tensor) -> float:
+    return float((local - peer).norm() / peer.norm())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_are_those_of_transformers(source: Callable[[str], Path], name: str) -> None:
-    (mine,), peer = worlds.run(1, ours, source(name)), theirs(name)
-    assert len(mine.rows) == len(peer.rows) == (3 if "vl" in name else 1)
-    assert not {what: share for what, share in shares(mine, peer).items() if not share <= 1}
-    top, their_top = mine.logits.double().topk(6), peer.logits.double().topk(6)
+    (local,), peer = worlds.run(1, ours, source(name)), reference_outputs(name)
+    assert len(local.rows) == len(peer.rows) == (3 if "vl" in name else 1)
+    assert not {what: share for what, share in shares(local, peer).items() if not share <= 1}
+    top, their_top = local.logits.double().topk(6), peer.logits.double().topk(6)
     clear = (their_top.values[:, :-1] - their_top.values[:, 1:]).min(-1).values > 1e-4
     assert clear.sum() > 5
     assert torch.equal(top.indices[clear, :5], their_top.indices[clear, :5])
-    assert len(mine.grads) > 80
+    assert len(local.grads) > 80
     assert not peer.grads["model.language_model.embed_tokens.weight"][IMAGE].any()
 
 
 SPELLINGS: dict[str, dict[str, Any]] = {
     "fused": {},
     "turned": dict(turned=True),
-    "fused, 2F = D": dict(moe_intermediate_size=18),  # gate_up is square: by its shape alone nobody could tell
+    "fused, 2F = D": dict(moe_intermediate_size=18),  # gate_up is square: its shape alone is ambiguous
     "turned, 2F = D": dict(moe_intermediate_size=18, turned=True),
     "turned, F = D": dict(moe_intermediate_size=36, turned=True),  # and so is down
 }
@@ -220,7 +221,7 @@ SPELLED_ON: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=
 
 
 def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, Any]:
-    """What a mesh holds of a source and gives back: by stream, export, checkpoint and state dict."""
+    """Return the tensors that a mesh loads, and those of stream, export, checkpoint and state dict."""
     model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, tower=True)
     engine = mw.Engine(model, lr=1e-2)
     mw.export(model, out / "export")
@@ -256,7 +257,7 @@ def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None
         assert all(answer["same"] for answer in answers), name
 
 
-def test_a_tower_that_is_not_made_is_kept(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_unloaded_tower_is_exported(source: Callable[[str], Path], tmp_path: Path) -> None:
     def export() -> list[str]:
         model = mw.load(source("qwen3_5"), mw.Mesh(device="cpu"), dtype=torch.float32)
         mw.export(model, tmp_path / "out")
@@ -272,7 +273,7 @@ def picture(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid
 
 
 RUN = [START, *[IMAGE] * 4, END]
-REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
+REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, message
     "a place without a picture": ([RUN], [[]], "document 0 has 4 placeholders at token 1, but its 0 frames"),
     "a picture without a place": ([[1, 2]], [[picture(2, 4)]], "0 has 1 frame, but placeholders for 0 of them"),
     "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches and takes 6 placeholders, but 4 are left of the 4"),
@@ -289,8 +290,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_pictures_that_do_not_fit_are_refused(name: str) -> None:
-    documents, images, said = REFUSED[name]
-    with pytest.raises(DataError, match=said):
+    documents, images, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
         mw.pack(documents, images=images, placeholders=(IMAGE, VIDEO))
 
 
@@ -312,9 +313,9 @@ def test_what_a_processor_makes() -> None:
         of = {"input_ids": [tokens], "attention_mask": [[1] * len(tokens)], "mm_token_type_ids": [kinds]}
         for still, (pixels, grids) in enumerate((("pixel_values_videos", "video_grid_thw"),
                                                  ("pixel_values", "image_grid_thw"))):  # fmt: skip
-            mine = [each for each in pictures if (each[1][0] == 1) == bool(still)]
-            if mine:
-                of[pixels], of[grids] = torch.cat([p for p, _ in mine]), torch.tensor([g for _, g in mine])
+            local = [each for each in pictures if (each[1][0] == 1) == bool(still)]
+            if local:
+                of[pixels], of[grids] = torch.cat([p for p, _ in local]), torch.tensor([g for _, g in local])
         made.append(of)
     batch, expected = mw.pack(made, length=200), seeing.packed(length=200)
     assert batch.frames == expected.frames
@@ -341,9 +342,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_towers_that_are_refused(name: str) -> None:
-    changes, said = CONFIGS[name]
+    changes, message = CONFIGS[name]
     config = seeing.of("qwen3_vl")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Blueprint.of({**config, "vision_config": {**config["vision_config"], **changes}}, None, SEES)
 
 
@@ -360,7 +361,7 @@ def test_the_first_layers_stay_together() -> None:
         blueprint.with_options(pipeline=Pipeline(ends=(1, 5))).spec.line(2)
 
 
-def said_by_engine(source: Path) -> dict[str, str]:
+def messages_of_engine(source: Path) -> dict[str, str]:
     blind = trials.said(source, {}, lambda engine: engine.step([seeing.packed(["one place"], length=16)]))
     model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     wrong = {
@@ -378,11 +379,11 @@ def said_by_engine(source: Path) -> dict[str, str]:
 
 
 def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], Path]) -> None:
-    (said,) = worlds.run(1, said_by_engine, source("qwen3_vl"))
-    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in said["without a tower"]
-    assert said["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
-    assert said["words"].startswith("token 3 at position 2 is in the place of a picture")
-    assert "has 90 numbers, and one of this tower has 96" in said["patches"]
+    (message,) = worlds.run(1, messages_of_engine, source("qwen3_vl"))
+    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in message["without a tower"]
+    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
+    assert message["words"].startswith("token 3 at position 2 is in the place of a picture")
+    assert "has 90 numbers, and one of this tower has 96" in message["patches"]
 
 
 def saved_with_a_tower(source: Path, at: Path) -> str:
@@ -401,9 +402,9 @@ def saved_with_a_tower(source: Path, at: Path) -> str:
 def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
     """Moments of the tower go with it through every kind; and a model without one does not take half of them."""
     source = seeing.directory(tmp_path / "source", "qwen3_vl", dtype=torch.bfloat16)
-    said = worlds.run(2, saved_with_a_tower, source, tmp_path)
-    assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in said)
-    convert = lambda *given: main(["convert", *map(str, given)])  # noqa: E731 - one line reads better
+    message = worlds.run(2, saved_with_a_tower, source, tmp_path)
+    assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in message)
+    convert = lambda *args: main(["convert", *map(str, args)])  # noqa: E731 - one line reads better
     assert convert(tmp_path / "dcp", tmp_path / "again", "--to", "meshwright", "--like", source) == 0
     assert bytes_of(tmp_path / "again" / "step-000001") == bytes_of(tmp_path / "ours" / "step-000001")
     moments = load_file(tmp_path / "ours" / "step-000001" / "exp_avg" / "model.safetensors")
@@ -425,19 +426,19 @@ NOT_OF_A_PROCESSOR: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", NOT_OF_A_PROCESSOR)
 def test_what_no_processor_makes(name: str) -> None:
-    change, told = NOT_OF_A_PROCESSOR[name]
+    change, message = NOT_OF_A_PROCESSOR[name]
     made = {
         "input_ids": torch.tensor([[5, IMAGE, IMAGE, 6]]), "mm_token_type_ids": torch.tensor([[0, 1, 1, 0]]),
         "pixel_values": torch.randn(8, 96), "image_grid_thw": torch.tensor([[1, 2, 4]]),
     }  # fmt: skip
     assert mw.pack([made]).frames
     changed = {key: value for key, value in {**made, **change}.items() if value is not None}
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         mw.pack([changed])
 
 
 @pytest.mark.parametrize(
-    ("images", "placeholders", "told"),
+    ("images", "placeholders", "message"),
     [
         ([None], [IMAGE], "list of lists"),
         (5, [IMAGE], "list of lists"),
@@ -447,8 +448,8 @@ def test_what_no_processor_makes(name: str) -> None:
         ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is an ordinary token of this model"),
     ],
 )
-def test_pictures_that_are_none(images: Any, placeholders: Any, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_pictures_that_are_none(images: Any, placeholders: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         mw.pack([[5, IMAGE, IMAGE, 6]], images=images, placeholders=placeholders)
 
 
@@ -467,5 +468,4 @@ def no_picture_is_written(at: Path) -> None:
 
 
 def test_no_picture_is_written(tmp_path: Path) -> None:
-    """Nor seen by a sample."""
     worlds.run(1, no_picture_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))

@@ -47,7 +47,7 @@ def same(batch: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pictures_go_with_their_documents(seed: int) -> None:
-    """Whoever deals documents out in another order moves their pictures and slices of videos too."""
+    """Another order of documents moves their pictures and slices of videos too."""
     names = list(DOCUMENTS)
     order = random.Random(seed).sample(range(len(names)), len(names) - 2)
     expected = packed([names[number] for number in order], length=200)

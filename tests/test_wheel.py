@@ -34,9 +34,9 @@ def test_a_wheel_installs_and_runs(tmp_path: Path) -> None:
     places = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "installed"), sysconfig.get_path("purelib")])}
     plan = "'plan', 'tiny-qwen3', '--mesh', 'fsdp=2,tp=2', '--html', 'plan.html'"
     code = f"import meshwright as m; print(m.__file__, m.__version__); from meshwright.cli import main; main([{plan}])"
-    file, version, *said = ran(tmp_path, "-P", "-c", code, **places).split()
+    file, version, *message = ran(tmp_path, "-P", "-c", code, **places).split()
     assert Path(file).parent == tmp_path / "installed" / "meshwright"
     assert wheel.name.startswith(f"meshwright-{version}-")
-    assert "fsdp=2" in " ".join(said)
+    assert "fsdp=2" in " ".join(message)
     assert "<style>" in (tmp_path / "plan.html").read_text()
     assert [str(path) for path in sorted(files) if not (tmp_path / "installed" / path).is_file()] == []

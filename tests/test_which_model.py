@@ -1,4 +1,4 @@
-"""Ranks that hold up different models, or the same name for different files: told apart before any work."""
+"""Ranks with different models, or with one name for different files, are refused before any work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import meshwright as mw
@@ -17,12 +16,6 @@ from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 from tests.trials import mine
 from tests.words import words
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("which") / "m", "qwen3")
-
 
 CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
     "logprobs": lambda model, out: mw.logprobs(model, tiny.batches(model.mesh.data_rank)[0]),
@@ -32,15 +25,14 @@ CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
 
 
 def crossed(source: Path, out: Path) -> list[str]:
-    """Of each call."""
     mesh = mw.Mesh(fsdp=2, timeout_s=20)
     both = [mw.load(source, mesh, dtype=torch.float64) for _ in range(2)]
     mw.Engine(both[1], lr=1e-1).step(tiny.batches(mesh.data_rank))
     model = both[mesh.rank]
-    return [_said(partial(call, model, out)) for call in CALLS.values()]
+    return [_message_of(partial(call, model, out)) for call in CALLS.values()]
 
 
-def _said(act: Callable[[], Any]) -> str:
+def _message_of(act: Callable[[], Any]) -> str:
     try:
         act()
     except RankError as error:
@@ -59,7 +51,7 @@ def test_two_models_of_one_config(source: Path, tmp_path: Path) -> None:
 def elsewhere(sources: list[Path], axes: dict[str, int]) -> str:
     mesh = trials.mesh_of(axes)
     engine = mw.Engine(mw.load(sources[mesh.rank], mesh, dtype=torch.float64), lr=1e-2)
-    return _said(lambda: engine.step(mine(engine)))
+    return _message_of(lambda: engine.step(mine(engine)))
 
 
 def test_other_weights_under_the_same_config(source: Path, tmp_path: Path) -> None:

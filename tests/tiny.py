@@ -15,23 +15,17 @@ from meshwright.verify.small_data import ragged as batches  # noqa: F401 - what 
 from tests import parts
 
 ODD: dict[str, dict[str, Any]] = {
-    "qwen3": dict(
-        model_type="qwen3", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False,
-    ),
-    "qwen3_moe": dict(
-        model_type="qwen3_moe", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
+    "qwen3": dict(model_type="qwen3", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False),
+    "qwen3_moe": dict(model_type="qwen3_moe", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, num_experts=8,
-        num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1],
-    ),
-    "qwen3_5": dict(
-        model_type="qwen3_5_text", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+        num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_5": dict(model_type="qwen3_5_text", vocab_size=131, hidden_size=36, intermediate_size=44,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
         linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6, linear_value_head_dim=10,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25,
-                             mrope_section=[1, 1, 0]),
-    ),
+        mrope_section=[1, 1, 0])),
 }  # fmt: skip
 ODD["qwen2"] = dict(
     model_type="qwen2", vocab_size=131, hidden_size=56, intermediate_size=44, num_hidden_layers=2,
@@ -61,21 +55,19 @@ ALIGNED: dict[str, dict[str, Any]] = {
 
 
 def in_blocks(name: str) -> dict[str, Any]:
-    """Of those the half that `make test` needs: a layer of each kind, and with experts enough for two ranks of tp."""
+    """Return the half of those layers that `make test` needs: one of each kind, with experts for two ranks of tp."""
     few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     if name == "qwen3_5_moe":
         few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
-    if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # other sides of theirs have several blocks
+    if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # their other sides have several blocks
         few |= dict(hidden_size=128)
     return ALIGNED[name] if parts.ALL else {**ALIGNED[name], **{k: v for k, v in few.items() if k in ALIGNED[name]}}
 
 
 # Families that are not in the package: what docs/add-a-model.md adds.
 OUTSIDE: dict[str, dict[str, Any]] = {
-    "phi3": dict(
-        model_type="phi3", vocab_size=131, hidden_size=40, intermediate_size=44, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=None,
-    ),
+    "phi3": dict(model_type="phi3", vocab_size=131, hidden_size=40, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=None),
 }  # fmt: skip
 
 CLASSES = {
@@ -103,7 +95,7 @@ def fresh(name: str, kind: str = "", **changes: Any) -> Any:
 
 
 def reference(name: str, kind: str = "", **changes: Any) -> Any:
-    """The same with every parameter away from its special initial value."""
+    """Move every parameter away from its special initial value."""
     model = fresh(name, kind, **changes)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -92,8 +92,8 @@ def parts_within_heads(patch: Patch) -> None:
     """q, k and v as [heads, 3, K], in place of [3, heads, K]."""
     real = models_tower.TowerBlock.__init__
 
-    def init(self: Any, *given: Any) -> None:
-        real(self, *given)
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
         parts = lambda x: x.view(-1, self.heads, 3, self.head).transpose(1, 2).flatten(1)  # noqa: E731 - short
         self.qkv.register_forward_hook(lambda _module, _args, out: parts(out))
 
@@ -153,7 +153,7 @@ def frames_see_each_other(patch: Patch) -> None:
 
 
 def merger_norm_over_four(patch: Patch) -> None:
-    """As in the mergers of the first layers, after the four patches are one row."""
+    """Norm four patches as one row, like the mergers of the first layers."""
 
     def forward(self: Any, x_PE: Tensor) -> Tensor:
         four = 4 * x_PE.shape[1]
@@ -168,18 +168,18 @@ def merger_norm_over_four(patch: Patch) -> None:
 # What the text makes of the rows.
 
 
-def _given_rows(patch: Patch, change: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]) -> None:
+def _change_rows(patch: Patch, change: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]) -> None:
     """The rows that a tower gives, changed after the hooks on it have seen them."""
     real = torch.nn.Module.__call__
     patch.setattr(Tower, "__call__", lambda self, sight: change(real(self, sight)), raising=False)
 
 
 def features_a_layer_late(patch: Patch) -> None:
-    _given_rows(patch, lambda rows: (rows[0], torch.zeros_like(rows[0]), *rows[1:]))
+    _change_rows(patch, lambda rows: (rows[0], torch.zeros_like(rows[0]), *rows[1:]))
 
 
 def features_reversed(patch: Patch) -> None:
-    _given_rows(patch, lambda rows: (rows[0], *reversed(rows[1:])))
+    _change_rows(patch, lambda rows: (rows[0], *reversed(rows[1:])))
 
 
 def places_train_their_word(patch: Patch) -> None:
@@ -202,7 +202,7 @@ Turn = Callable[[Tensor, Sequence[int], Sequence[Any]], None]
 
 
 def _turned(patch: Patch, change: Turn) -> None:
-    """Positions of tokens, changed in place. Of the batch alone: what transformers is given stays right."""
+    """Positions of tokens, changed in place. Only those of the batch: transformers gets the right ones."""
     real = data_batch.turns_of
 
     def turns_of(bounds: Sequence[int], frames: Sequence[Any]) -> Tensor:
@@ -214,7 +214,7 @@ def _turned(patch: Patch, change: Turn) -> None:
 
 
 def _after(bounds: Sequence[int], frame: Any) -> slice:
-    """What comes after a frame in its document."""
+    """Return the tokens after a frame in its document."""
     return slice(frame.stop, next(bound for bound in bounds if bound >= frame.stop))
 
 
@@ -246,7 +246,7 @@ def positions_run_over_documents(patch: Patch) -> None:
 
 
 def pictures_of_a_size_exchanged(patch: Patch) -> None:
-    """Those that follow each other in a document: nothing but their pixels tells them apart."""
+    """Swap neighbours in a document: nothing but their pixels tells them apart."""
     real = data_images._check_pictures
 
     def exchanged(number: int, pictures: Any) -> Any:
@@ -263,7 +263,7 @@ def pictures_of_a_size_exchanged(patch: Patch) -> None:
 
 
 def biases_summed_twice(patch: Patch) -> None:
-    """Those of the tower, once by each rank that has run it."""
+    """Multiply the biases of the tower, as if each rank that has run it summed them."""
 
     def more(grads: dict[str, Tensor]) -> None:
         for name in grads:
@@ -309,12 +309,12 @@ def a_slice_for_a_sum(patch: Patch) -> None:
 
 
 def replicas_summed_at_the_last(patch: Patch) -> None:
-    """FSDP is told to sum over replicas in the last micro-batch, though the tower ran before it alone."""
+    """FSDP reduces replicas in the last micro-batch, though the tower ran only before it."""
     patch.setattr(run_step, "sum_replicas", lambda tower, *, now: None)
 
 
 def frames_shared_otherwise(patch: Patch) -> None:
-    """Of frames that cost alike, the last rank gives away the last one first."""
+    """The last rank gives away the last of equally costly frames first."""
     real = layout_frames.balance_frames
 
     def share(sizes: Sequence[int], parts: int, cost: Any) -> tuple[int, ...]:
@@ -328,15 +328,15 @@ def frames_shared_otherwise(patch: Patch) -> None:
 def rows_at_other_places(patch: Patch) -> None:
     real = run_step.sight_of
 
-    def sight_of(*given: Any) -> Any:
-        sight = real(*given)
+    def sight_of(*args: Any) -> Any:
+        sight = real(*args)
         return sight and replace(sight, at_N=sight.at_N.roll(1))
 
     patch.setattr(run_step, "sight_of", sight_of)
 
 
 def each_by_its_own_batch(patch: Patch) -> None:
-    """A rank without pictures leaves the tower out, whoever else has some."""
+    """A rank without pictures leaves the tower out, even if others have some."""
 
     def own(batches: Sequence[Batch], mask: int, tower: Any) -> list[Batch]:
         return list(batches)

@@ -1,4 +1,4 @@
-"""What must stand in a message, and not how it is put."""
+"""Patterns for words that a message must contain, in whatever sentence."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def compare(op, reference, inputs, tolerance=1e-10):
 
 
 def smoke(op, inputs, dtype, tolerance):
-    """In a lower precision: the dtype is kept, all is finite, and near to float64 of the same rounded numbers."""
+    """A lower precision keeps the dtype and finite values, and is near float64 of the same rounded numbers."""
     low = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
     got = differentiate(op, low)
     assert all(torch.isfinite(x).all() for x in got)
@@ -66,7 +66,8 @@ def assert_no_leak(op, streams, bounds):
 
 
 class Part:
-    """Of a stream that is computed in parts on one process: it is given what each part brings, once all are known."""
+    """One part of a stream computed in parts on one process. It gets the results of the other parts once all are
+    known."""
 
     def __init__(self, parts, part, rows):
         self.parts, self.part, self._rows = parts, part, rows
@@ -84,18 +85,18 @@ class _Brought(Exception):
 
 
 def in_parts(op, parts, streams):
-    """`op(part, *streams of it)` of each part, joined. What a part is given of the others is in their graph."""
+    """`op(part, *streams of it)` of each part, joined. Inputs from other parts stay in their graph."""
     pieces, brought = list(zip(*(x.chunk(parts) for x in streams), strict=True)), []
     for number, piece in enumerate(pieces):
         try:
             op(Part(parts, number, None), *piece)
-        except _Brought as asked:
-            brought.append(asked.rows)
+        except _Brought as requested:
+            brought.append(requested.rows)
     return torch.cat([op(Part(parts, number, brought), *piece) for number, piece in enumerate(pieces)])
 
 
 def evenly(lengths, parts):
-    """The same documents, and one more where they do not divide into so many parts."""
+    """Add a document where the lengths do not divide into this many parts."""
     return [*lengths, *([-sum(lengths) % parts] if sum(lengths) % parts else [])]
 
 

@@ -4,6 +4,5 @@ from meshwright import ops
 
 
 def experts(x, gate_up, down, counts_E, counts=None, *, weight_N=None, fp8=(False, False)):
-    """Without weights, those of 1."""
     weight_N = x.new_ones(len(x)) if weight_N is None else weight_N
     return ops.experts(ops.Rows(x, weight_N, counts_E, counts, lambda y_ND: y_ND), gate_up, down, fp8=fp8)

@@ -50,7 +50,8 @@ def test_queries_in_parts(lengths, heads, parts):
 
 
 def kernel(late):
-    """As torch's for many lengths, with a loop. `late`: the last query sees all keys; else the first sees the first."""
+    """Loop over documents like torch's kernel for several lengths. With `late` the last query sees all keys, otherwise
+    the first query sees the first key."""
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size, enable_gqa):
         assert window_size == (-1, 0)

@@ -4,12 +4,7 @@ import torch
 from meshwright.ops import Copies, by_expert, copies_of, gather_copies, runs, sum_copies, turns
 from tests.ops.references import compare, rand
 
-CASES = {
-    "several": [2, 0, 0, 1, 2, 2, 3],
-    "one each": [1, 0, 2],
-    "one row": [0, 0, 0],
-    "none": [],
-}
+CASES = {"several": [2, 0, 0, 1, 2, 2, 3], "one each": [1, 0, 2], "one row": [0, 0, 0], "none": []}
 
 
 def copies(of: list[int]) -> Copies:
@@ -39,7 +34,7 @@ def test_summed_against_reference(of):
 
 
 def test_sums_are_rounded_once():
-    """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
+    """In bfloat16 each of the last 256 of 512 copies of a row would count double."""
     y = torch.full((512, 8), 1.01, dtype=torch.bfloat16)
     assert torch.equal(sum_copies(y, copies([0] * 512)), torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
 

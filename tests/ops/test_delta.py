@@ -4,10 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 from meshwright.ops import causal_conv, delta, documents, gates
 from meshwright.ops.delta import chunked
@@ -105,11 +102,7 @@ def in_chunks(size, docs):
 @given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 8, 64]))
 def test_rule_against_reference(lengths, heads, chunk):
     docs = documents(lengths, "cpu")
-    compare(
-        in_chunks(chunk, docs),
-        lambda *x: references.delta_rule(*x, docs.bounds),
-        inputs(sum(lengths), *heads),
-    )
+    compare(in_chunks(chunk, docs), lambda *x: references.delta_rule(*x, docs.bounds), inputs(sum(lengths), *heads))
 
 
 @quick
@@ -136,7 +129,7 @@ def test_one_document_over_all_parts_of_many_chunks():
 
 
 def test_a_state_ends_with_its_document():
-    """Even one that is not finite, if the part in which it ends begins another."""
+    """A non-finite state ends too, if its last part begins another document."""
     docs, streams = documents([5, 7], "cpu"), [x.detach() for x in inputs(12)]
     before = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
     for x in streams[:3]:
@@ -160,11 +153,7 @@ def test_every_part_takes_what_all_bring(part):
 
 def test_rule_over_documents_longer_than_its_real_chunk():
     docs = documents([3, 130, 64, 1, 67], "cpu")
-    compare(
-        lambda *x: rule(*x, docs),
-        lambda *x: references.delta_rule(*x, docs.bounds),
-        inputs(265, 1, 2, decay=0.05),
-    )
+    compare(lambda *x: rule(*x, docs), lambda *x: references.delta_rule(*x, docs.bounds), inputs(265, 1, 2, decay=0.05))
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
@@ -182,13 +171,13 @@ def test_a_document_is_the_same_alone_and_packed():
     assert (packed - torch.cat(alone)).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
-def test_rule_as_transformers(theirs):
+@pytest.mark.parametrize("expected", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
+def test_rule_as_transformers(expected):
     streams = [x.detach().float().requires_grad_() for x in inputs(150, 2, 2, 8, 16, decay=0.1)]
 
     def reference(q, k, v, g, beta):
         flat = [q[None], k[None], v.flatten(1, 2)[None], g.flatten(1)[None], beta.flatten(1)[None]]
-        return theirs(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
+        return expected(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
 
     ours = differentiate(lambda *x: rule(*x, documents([150], "cpu")), streams)
     assert_same(ours, differentiate(reference, streams), 1e-5)

@@ -22,15 +22,15 @@ def test_positions_restart_and_bounds_agree(lengths):
 @quick
 @given(ragged, st.data())
 def test_documents_that_reach_into_a_part(lengths, data):
-    """From the beginning of the first of them to the end of the part."""
+    """The part reaches from the beginning of its first document."""
     docs, total = documents(lengths, "cpu", padded=20), sum(lengths)
     first = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(first + 1, total))
-    start, found = docs.reaching(first, stop)
+    start, result = docs.reaching(first, stop)
     assert start == first - docs.positions_T[first]
-    assert found.positions_T.tolist() == docs.positions_T[start:stop].tolist()
-    assert found.bounds == tuple(sorted({0, stop - start, *(b - start for b in docs.bounds if start < b < stop)}))
-    assert found.cu_seqlens.tolist() == list(found.bounds)
+    assert result.positions_T.tolist() == docs.positions_T[start:stop].tolist()
+    assert result.bounds == tuple(sorted({0, stop - start, *(b - start for b in docs.bounds if start < b < stop)}))
+    assert result.cu_seqlens.tolist() == list(result.bounds)
 
 
 def test_unpadded_and_empty():

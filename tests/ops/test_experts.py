@@ -158,5 +158,5 @@ def test_route_and_experts_as_the_whole_block():
 def test_an_expert_without_rows_has_a_gradient_of_zeros_whatever_a_kernel_left_there():
     left = torch.full((4, 2, 3), float("nan"))
     left[1] = 1.0
-    found = without_unused(left, torch.tensor([0, 5, 0, 0]))
-    assert torch.equal(found, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None, None].expand(4, 2, 3))
+    result = without_unused(left, torch.tensor([0, 5, 0, 0]))
+    assert torch.equal(result, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None, None].expand(4, 2, 3))

@@ -54,7 +54,7 @@ def test_the_grid_of_a_turned_matrix_is_the_turned_grid():
 
 
 @pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_is_seen(worst):
+def test_non_finite_values_stay(worst):
     x = rand(2, 128, grad=False)
     x[1, 5] = worst
     y = linear(x, rand(128, 128, seed=1, grad=False), fp8=True)
@@ -91,8 +91,8 @@ def weights():
 def test_product_and_gradients():
     biases = [rand(len(w), seed=len(w) + 1) for w in weights()]
     compare(
-        lambda x, *given: torch.cat(linears(x, given[:2], given[2:], fp8=True), -1),
-        lambda x, *given: torch.cat([Slow.apply(x, w) + b for w, b in zip(given[:2], given[2:], strict=True)], -1),
+        lambda x, *args: torch.cat(linears(x, args[:2], args[2:], fp8=True), -1),
+        lambda x, *args: torch.cat([Slow.apply(x, w) + b for w, b in zip(args[:2], args[2:], strict=True)], -1),
         [rand(7, 256), *weights(), *biases],
     )
 
@@ -100,21 +100,21 @@ def test_product_and_gradients():
 def test_bfloat16_is_rounded_first():
     """A master is gathered in the compute dtype: its blocks are of what comes, not of what is stored."""
     x, master = rand(7, 256, dtype=torch.bfloat16), weights()[0].detach().float()
-    due = (fp8_rows(x.detach()) @ fp8_matrix(master.bfloat16()).mT).bfloat16()
-    assert torch.equal(linear(x, master, fp8=True), due)
+    expected = (fp8_rows(x.detach()) @ fp8_matrix(master.bfloat16()).mT).bfloat16()
+    assert torch.equal(linear(x, master, fp8=True), expected)
 
 
 def test_late_weights_get_the_same_gradients():
     def gradients(jobs):
-        given = [rand(7, 256), *weights()]
+        args = [rand(7, 256), *weights()]
         if jobs is None:
-            torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
+            torch.cat(linears(args[0], args[1:], fp8=True), -1).square().sum().backward()
         else:
             with deferred_weight_grads.deferring_weight_grads(jobs):
-                torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
+                torch.cat(linears(args[0], args[1:], fp8=True), -1).square().sum().backward()
             for job in jobs:
                 job()
-        return [g.grad for g in given]
+        return [g.grad for g in args]
 
     for now, later in zip(gradients(None), gradients([]), strict=True):
         assert torch.equal(now, later)
@@ -138,8 +138,8 @@ def test_experts(which):
             out.append(Slow.apply(hidden, back) if which[1] else hidden @ back.mT)
         return torch.cat(out)
 
-    given = [rand(7, 128), rand(3, 512, 128, seed=1), rand(3, 128, 256, seed=2)]
-    compare(lambda *args: experts_of(*args, counts, fp8=which), slow, given)
+    arguments = [rand(7, 128), rand(3, 512, 128, seed=1), rand(3, 128, 256, seed=2)]
+    compare(lambda *args: experts_of(*args, counts, fp8=which), slow, arguments)
 
 
 def test_a_row_has_the_same_numbers_in_any_company():
@@ -152,7 +152,7 @@ def test_a_row_has_the_same_numbers_in_any_company():
 
 
 def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
-    """Hopper's: tokens in fours, their scales by column, four scales in a row of the matrix. Made by hand here."""
+    """Hopper's: tokens in fours, their scales by column, four scales in a row of the matrix. Made by hand."""
     seen = {}
 
     def kernel(a, b, scale_a, of_a, scale_b, of_b, output_dtype):
@@ -204,9 +204,9 @@ def test_on_an_accelerator():
     assert torch.equal(
         bits(fp8_matmul.rounded_matrix(weight.to(device)).cpu()), bits(fp8_matmul.rounded_matrix(weight))
     )
-    given = [x.to(device).requires_grad_(), weight.to(device).requires_grad_()]
-    y = linear(*given, fp8=True)
+    args = [x.to(device).requires_grad_(), weight.to(device).requires_grad_()]
+    y = linear(*args, fp8=True)
     y.backward(torch.ones_like(y))
-    due = [fp8_matmul.emulated(x, weight), fp8_matmul.emulated(torch.ones(67, 256), weight.mT)]
-    for found, wanted in zip((y, given[0].grad), due, strict=True):
-        assert (found.cpu().double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()
+    expected = [fp8_matmul.emulated(x, weight), fp8_matmul.emulated(torch.ones(67, 256), weight.mT)]
+    for result, wanted in zip((y, args[0].grad), expected, strict=True):
+        assert (result.cpu().double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()

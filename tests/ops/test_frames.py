@@ -31,10 +31,10 @@ def test_the_table_against_that_of_torch():
 def test_the_table_is_rounded_once():
     """Weights in bfloat16 would be 2e-3 off, and a sum in float32 would lift all that comes after."""
     table = rand(16, 6, dtype=torch.bfloat16, grad=False)
-    found = interpolated(table, frames(SIZES, "cpu"), torch.empty(0, dtype=torch.bfloat16))
-    assert found.dtype == torch.bfloat16
+    result = interpolated(table, frames(SIZES, "cpu"), torch.empty(0, dtype=torch.bfloat16))
+    assert result.dtype == torch.bfloat16
     wide = by_torch(table.double())
-    assert ((found - wide).abs() <= 2**-8 * wide.abs() + 1e-6).all()
+    assert ((result - wide).abs() <= 2**-8 * wide.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (0, 2)])

@@ -46,8 +46,8 @@ def test_once_for_any_number_of_rows(compiles):
     op = fused(third)
     for num in (5, 7, 2, 5):
         x = rand(num, 3).to(BF16)
-        for found, due in zip(op(x, 3.0), third(x, 3.0), strict=True):
-            assert torch.equal(found, due)
+        for result, expected in zip(op(x, 3.0), third(x, 3.0), strict=True):
+            assert torch.equal(result, expected)
     assert compiles.calls == 1
     op(rand(5, 4).to(BF16), 3.0)
     op(rand(5, 3).to(BF16), 2.0)
@@ -82,16 +82,16 @@ def not_finite(formula):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"), [(slightly_off, "off by 2."), (nowhere, "division by zero"), (not_finite, "off by inf")]
+    ("kernel", "message"), [(slightly_off, "off by 2."), (nowhere, "division by zero"), (not_finite, "off by inf")]
 )
-def test_another_answer_is_not_used(kernel, said, compiles, caplog, monkeypatch):
+def test_another_answer_is_not_used(kernel, message, compiles, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     compiles.kernel, op, x = kernel, fused(third), rand(5, 3).to(BF16)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert torch.equal(op(x, 3.0)[0], x / 3.0)
     assert len(caplog.records) == 1
-    assert said in caplog.text
+    assert message in caplog.text
     assert "third" in caplog.text
 
 
@@ -120,10 +120,10 @@ def test_a_trial_takes_a_few_rows(compiles, monkeypatch):
 
 @pytest.mark.parametrize("other", [float("-inf"), float("nan"), 1.0])
 def test_what_is_not_finite_hides_nothing(other):
-    due = torch.tensor([1.0, float("inf"), 3.0])
-    assert module._distance(due, due) == 0
-    assert module._distance(due.index_fill(0, torch.tensor(1), other), due) == float("inf")
-    assert module._distance(due + torch.tensor([1.0, 0, 0]), due) > 0.3
+    expected = torch.tensor([1.0, float("inf"), 3.0])
+    assert module._distance(expected, expected) == 0
+    assert module._distance(expected.index_fill(0, torch.tensor(1), other), expected) == float("inf")
+    assert module._distance(expected + torch.tensor([1.0, 0, 0]), expected) > 0.3
 
 
 def test_what_both_have_for_nan_is_no_fault(compiles, caplog, monkeypatch):
@@ -151,7 +151,7 @@ def of_experts(x, weight, *_):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Of what the compiler made, headers above all: for the tests of this file alone."""
+    """Keep what the compiler made, above all headers, for the tests of this file."""
     return str(tmp_path_factory.mktemp("compiled"))
 
 
@@ -163,7 +163,7 @@ def test_gates_of_experts(cache):
 
 @pytest.mark.slow
 def test_norms_gates_and_rotations(cache):
-    """A dozen kernels take half a minute, and twice that beside other tests."""
+    """A dozen kernels take half a minute, and twice that while other tests run."""
     worlds.run(1, compiled_on_a_cpu, cache, ALL, seconds=240)
 
 
@@ -182,15 +182,15 @@ ALL = (ours, of_delta_nets, of_experts)
 
 
 def compiled_on(device, functions):
-    """Outputs and gradients of several lengths beside float64, which is never compiled."""
+    """Compare outputs and gradients of several lengths with float64, which is never compiled."""
     seen, chosen = [], module._chosen
-    refused = patch.object(module.logger, "warning", lambda told, *args: pytest.fail(told % args))
+    refused = patch.object(module.logger, "warning", lambda message, *args: pytest.fail(message % args))
     with refused, patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
         for num in (67, 13, 130):
             inputs = [rand(num, 3, 64), 1 + rand(64, seed=1) / 8, rand(num, 32, seed=2), rand(num, 32, seed=3)]
             for function in functions:
-                found = differentiated(function, inputs, device, BF16)
-                assert_same(found, differentiated(function, inputs, "cpu", torch.float64), 3e-2)
+                result = differentiated(function, inputs, device, BF16)
+                assert_same(result, differentiated(function, inputs, "cpu", torch.float64), 3e-2)
     formulas = {
         each.__wrapped__ for of in (norms, rope, delta) for each in vars(of).values() if hasattr(each, "__wrapped__")
     }

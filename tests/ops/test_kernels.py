@@ -49,7 +49,7 @@ def refuses(x, docs):
 
 
 @pytest.mark.parametrize("kept", [[], [torch.ops.aten.cumsum.default]], ids=["full", "selective"])
-def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch):
+def test_a_kernel_is_tried_while_a_layer_is_recomputed(kept, monkeypatch):
     """The trial's own backward must not be a part of the layer's."""
     monkeypatch.setattr(kernels, "SLOW", ())
     monkeypatch.setattr(kernels, "_agreed", {})
@@ -69,7 +69,7 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("kernel", "used", "said"),
+    ("kernel", "used", "message"),
     [
         (same, True, ""),
         (leaks, False, "kernel leaks is off by"),
@@ -79,10 +79,10 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
         (refuses, False, "kernel refuses refuses torch.float32 (head size 3 is not supported)"),
     ],
 )
-def test_only_what_agrees_is_used(kernel, used, said, caplog):
+def test_only_what_agrees_is_used(kernel, used, message, caplog):
     with caplog.at_level(logging.WARNING, "meshwright"), torch.no_grad():
         assert agrees(kernel, mean_so_far, [torch.zeros(4, 3)]) == used
-    assert caplog.text == "" if not said else said in caplog.text
+    assert caplog.text == "" if not message else message in caplog.text
 
 
 def test_trying_leaves_the_random_numbers_of_the_user_alone():
@@ -124,10 +124,10 @@ def test_attention_on_an_accelerator(head):
     low = on_accelerator(*streams)
     assert agrees(attention._varlen, attention._by_document, low)
     docs = documents(LENGTHS, low[0].device)
-    found = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs), low)]
-    here = [x.detach().cpu().double().requires_grad_() for x in low]
-    wanted = differentiate(lambda *x: references.attention(*x, documents(LENGTHS, "cpu").bounds), here)
-    assert_same(found, wanted, 3e-2)
+    result = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs), low)]
+    place = [x.detach().cpu().double().requires_grad_() for x in low]
+    wanted = differentiate(lambda *x: references.attention(*x, documents(LENGTHS, "cpu").bounds), place)
+    assert_same(result, wanted, 3e-2)
 
 
 ONE_BY_ONE = [
@@ -151,25 +151,25 @@ def test_long_documents_on_an_accelerator():
     low[2] = low[2][:, :2].detach().requires_grad_()
     docs = documents(lengths, low[0].device)
     assert attention._prefers_one_call_each(low[0], docs)
-    found, wanted = (
+    result, wanted = (
         differentiate_there(lambda *x, op=op: op(*x, docs), [x.detach().requires_grad_() for x in low])
         for op in (attention.attention, attention._varlen)
     )
-    assert_same([x.cpu() for x in found], [x.cpu().double() for x in wanted], 3e-2)
+    assert_same([x.cpu() for x in result], [x.cpu().double() for x in wanted], 3e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head", [64, 128, 256])
 def test_late_queries_on_an_accelerator(head):
-    """Those of the last 1200 tokens, from the middle of a document on."""
+    """The queries are the last 1200 tokens, from the middle of a document."""
     streams = [rand(sum(LENGTHS), heads, head, seed=heads) for heads in (8, 2, 2)]
     low = on_accelerator(streams[0][-1200:], *streams[1:])
     assert agrees(attention._varlen_last_queries, attention._by_document, low, attention._last_queries, (67, 130))
     docs, first = documents(LENGTHS, low[0].device), sum(LENGTHS) - 1200
-    found = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs, first), low)]
-    here = [x.detach().cpu().double().requires_grad_() for x in low]
+    result = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs, first), low)]
+    place = [x.detach().cpu().double().requires_grad_() for x in low]
     cpu_docs = documents(LENGTHS, "cpu")
-    assert_same(found, differentiate(lambda *x: attention.attention(*x, cpu_docs, first), here), 3e-2)
+    assert_same(result, differentiate(lambda *x: attention.attention(*x, cpu_docs, first), place), 3e-2)
 
 
 @pytest.mark.gpu
@@ -182,10 +182,10 @@ def test_delta_rule_on_an_accelerator(ratio):
     low = [*on_accelerator(q, k, v), *on_accelerator(g, beta, dtype=torch.float32)]
     assert agrees(delta._fla, delta.chunked, low, delta._gated)
     docs = documents(LENGTHS, low[0].device)
-    found = [x.cpu() for x in differentiate_there(lambda q, k, v, *gates: delta.delta_rule(q, k, v, gates, docs), low)]
-    here = [x.detach().cpu().double().requires_grad_() for x in low]
+    result = [x.cpu() for x in differentiate_there(lambda q, k, v, *gates: delta.delta_rule(q, k, v, gates, docs), low)]
+    place = [x.detach().cpu().double().requires_grad_() for x in low]
     cpu_docs = documents(LENGTHS, "cpu")
-    assert_same(found, differentiate(lambda *x: delta.chunked(*x, cpu_docs), here), 3e-2)
+    assert_same(result, differentiate(lambda *x: delta.chunked(*x, cpu_docs), place), 3e-2)
 
 
 def differentiate_there(function, inputs):

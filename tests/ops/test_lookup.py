@@ -19,9 +19,9 @@ def test_no_tokens_still_give_gradients():
 def test_a_row_of_many_tokens_is_summed_in_float32():
     """Half of the tokens are the same: in bfloat16 its gradient would stop growing."""
     rows = torch.cat([torch.zeros(1024, dtype=torch.long), torch.arange(1, 1025)])
-    found = differentiate(lambda table: lookup(table, rows), [rand(1025, 8, dtype=torch.bfloat16)])[1]
+    result = differentiate(lambda table: lookup(table, rows), [rand(1025, 8, dtype=torch.bfloat16)])[1]
     wide = differentiate(lambda table: lookup(table, rows), [rand(1025, 8)])[1]
-    assert (found.double() - wide).norm() <= 5e-3 * wide.norm()
+    assert (result.double() - wide).norm() <= 5e-3 * wide.norm()
 
 
 def test_the_same_bits_each_time_on_several_threads():
@@ -40,7 +40,7 @@ def test_the_same_bits_each_time_on_several_threads():
 
 
 def test_large_tables_have_the_same_gradient():
-    """Large enough that its block is asked to lie in large pages."""
+    """The tensor is large enough for a request of large pages."""
     _, d_table = differentiate(lambda table: lookup(table, ROWS), [rand(1 << 16, 129)])
     assert d_table.nbytes > 1 << 26
     _, d_small = differentiate(lambda table: lookup(table, ROWS), [rand(7, 129)])
@@ -60,8 +60,8 @@ def test_reordered_against_reference(num, k):
 
 
 def test_gradients_of_a_row_are_summed_in_float32():
-    """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
+    """In bfloat16 each of the last 256 of 512 copies of a row would count double."""
     order = torch.arange(512)
     x = rand(1, 8, dtype=torch.bfloat16)
-    (found,) = torch.autograd.grad(reordered(x, order, order), x, torch.full((512, 8), 1.01, dtype=torch.bfloat16))
-    assert torch.equal(found, torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
+    (result,) = torch.autograd.grad(reordered(x, order, order), x, torch.full((512, 8), 1.01, dtype=torch.bfloat16))
+    assert torch.equal(result, torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))

@@ -97,8 +97,8 @@ def test_logits_that_are_all_large_lose_few_digits():
         inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
         return differentiate(lambda *both: combine_stats(token_stats(*both, labels)[None])[1], inputs)
 
-    for found, exact in zip(entropy(torch.float32), entropy(torch.float64), strict=True):
-        assert (found.double() - exact).norm() <= 7e-4 * exact.norm()
+    for result, exact in zip(entropy(torch.float32), entropy(torch.float64), strict=True):
+        assert (result.double() - exact).norm() <= 7e-4 * exact.norm()
 
 
 def test_large_logits_are_finite():
@@ -118,7 +118,7 @@ def test_large_logits_are_finite():
     ],
 )
 def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, of_weight, tolerance):
-    """What a large vocabulary does: few rows are widened together, few words cast."""
+    """A large vocabulary widens few rows at once, and casts few words."""
     inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1, dtype=of_weight)], 5
     whole = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
     for on in ("", "_ON_CPU"):
@@ -146,10 +146,10 @@ def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
     def ours(x, weight):
         return -combine_stats(token_stats(x, weight, labels, chunk, entropy=False)[None])[0]
 
-    found = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
+    result = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
     exact = differentiate(ours, [x.bfloat16().double().requires_grad_(), weight.detach().double().requires_grad_()])
-    for ours_here, wanted in zip(found, exact, strict=True):
-        assert torch.allclose(ours_here.double(), wanted, rtol=2e-2, atol=0)
+    for ours_local, wanted in zip(result, exact, strict=True):
+        assert torch.allclose(ours_local.double(), wanted, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])

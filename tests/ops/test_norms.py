@@ -90,5 +90,5 @@ def test_gradients_of_a_layer_norm_are_summed_over_rows_in_float32():
         layer_norm(*inputs, 1e-6).backward(rand(4000, 16, seed=3, grad=False).bfloat16().to(dtype))
         return [each.grad.double() for each in inputs]
 
-    for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
-        assert (found - exact).norm() <= 4e-3 * exact.norm()
+    for result, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (result - exact).norm() <= 4e-3 * exact.norm()

@@ -26,32 +26,32 @@ def test_one_product_is_that_of_each_weight():
 
 def test_each_with_its_bias():
     compare(
-        lambda x, *given: torch.cat(linears(x, given[:3], given[3:]), -1),
-        lambda x, *given: torch.cat([F.linear(x, w, b) for w, b in zip(given[:3], given[3:], strict=True)], -1),
+        lambda x, *args: torch.cat(linears(x, args[:3], args[3:]), -1),
+        lambda x, *args: torch.cat([F.linear(x, w, b) for w, b in zip(args[:3], args[3:], strict=True)], -1),
         [rand(7, 4), *weights(), *biases()],
     )
 
 
 def test_bfloat16_rounds_the_weights_and_the_results_alone():
-    x, given = rand(7, 4, dtype=torch.bfloat16), weights(torch.float32)
+    x, args = rand(7, 4, dtype=torch.bfloat16), weights(torch.float32)
 
     def apart(x, *ws):
         return torch.cat([F.linear(x.float(), w.bfloat16().float()) for w in ws], -1).bfloat16()
 
-    compare(lambda x, *ws: torch.cat(linears(x, ws), -1), apart, [x, *given], 1e-2)
+    compare(lambda x, *ws: torch.cat(linears(x, ws), -1), apart, [x, *args], 1e-2)
 
 
 @pytest.mark.parametrize("frozen", range(4))
 def test_what_is_frozen_gets_no_gradient(frozen):
-    given = [rand(7, 4), *weights()]
-    given[frozen].requires_grad_(False)
-    torch.cat(linears(given[0], given[1:]), -1).sum().backward()
-    assert [t.grad is None for t in given] == [i == frozen for i in range(4)]
+    args = [rand(7, 4), *weights()]
+    args[frozen].requires_grad_(False)
+    torch.cat(linears(args[0], args[1:]), -1).sum().backward()
+    assert [t.grad is None for t in args] == [i == frozen for i in range(4)]
 
 
-def test_nothing_is_kept_for_backward_but_the_operands():
+def test_backward_keeps_only_the_operands():
     """The joined weight least of all: it would outlive the gathered weights that FSDP frees."""
-    x, given, kept = rand(7, 4), weights(), []
+    x, args, kept = rand(7, 4), weights(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
-        linears(x, given)
-    assert set(kept) == {t.data_ptr() for t in (x, *given)}
+        linears(x, args)
+    assert set(kept) == {t.data_ptr() for t in (x, *args)}

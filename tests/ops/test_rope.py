@@ -72,12 +72,12 @@ def test_text_tokens_carry_one_number_three_times():
 
 
 def turns_over_context(scaling, rotary, r):
-    """How often frequency r, which need not be whole, turns over the context before scaling."""
+    """Return how often frequency r turns over the context before scaling; r need not be whole."""
     return scaling.context * rotary.theta ** (-2 * r / rotary.dim) / (2 * math.pi)
 
 
 def where_it_turns(scaling, rotary, turns):
-    """The frequency that turns so often, found by halving."""
+    """Find the frequency of that many turns by bisection."""
     lower, upper = -1000.0, 1000.0
     for _ in range(100):
         middle = (lower + upper) / 2
@@ -86,7 +86,7 @@ def where_it_turns(scaling, rotary, turns):
 
 
 def scaled_share(rotary, r):
-    """How much of frequency r is divided by the factor."""
+    """Return the share of frequency r that is divided by the factor."""
     scaling = rotary.scaling
     if isinstance(scaling, LinearScaling):
         return 1.0
@@ -127,15 +127,14 @@ ODD_SCALED = [
 
 @pytest.mark.parametrize("rotary", SCALED, ids=str)
 def test_scaled_frequencies_against_reference(rotary):
-    found = rope_frequencies(rotary, torch.float64, torch.device("cpu"))
+    result = rope_frequencies(rotary, torch.float64, torch.device("cpu"))
     expected = torch.tensor([frequency(rotary, r) for r in range(rotary.dim // 2)], dtype=torch.float64)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+    assert torch.allclose(result, expected, rtol=1e-12, atol=0)
     plain = rope_frequencies(replace(rotary, scaling=None), torch.float64, torch.device("cpu"))
-    assert not torch.allclose(found, plain, rtol=1e-2, atol=0)
+    assert not torch.allclose(result, plain, rtol=1e-2, atol=0)
 
 
 def fields_of(rotary):
-    """As a config writes it."""
     scaling = rotary.scaling
     both = {"rope_theta": rotary.theta, "factor": scaling.factor}
     if isinstance(scaling, LinearScaling):
@@ -157,13 +156,13 @@ def test_scaled_as_transformers(rotary, caplog):
     assert attention == rotary.attention
     positions, x = torch.arange(50), rand(50, 2, rotary.dim, dtype=torch.float32)
     tables = Qwen3RotaryEmbedding(config)(x, positions[None])
-    for ours, theirs in zip(rope_tables(positions, rotary), tables, strict=True):
-        assert torch.allclose(ours, theirs[0, :, : rotary.dim // 2], atol=1e-5)
+    for ours, peer in zip(rope_tables(positions, rotary), tables, strict=True):
+        assert torch.allclose(ours, peer[0, :, : rotary.dim // 2], atol=1e-5)
 
 
 def test_tables_are_at_least_float32():
-    given = (torch.bfloat16, torch.float32, torch.float64)
-    dtypes = [rope_tables(torch.arange(3), Rotary(4, 1e4), dtype)[0].dtype for dtype in given]
+    args = (torch.bfloat16, torch.float32, torch.float64)
+    dtypes = [rope_tables(torch.arange(3), Rotary(4, 1e4), dtype)[0].dtype for dtype in args]
     assert dtypes == [torch.float32, torch.float32, torch.float64]
 
 

@@ -1,6 +1,6 @@
 """Slow and obvious: what the design says about meshes and placing, on arrays of element numbers.
 
-Nothing here calls the code under test, save for the types that carry its inputs (`Axes`, `Param`).
+This module does not call the code under test, save for the types that carry its inputs (`Axes`, `Param`).
 """
 
 from functools import cache
@@ -33,13 +33,13 @@ def divisors(number: int) -> list[int]:
 @cache
 def all_sizes(max_world: int = MAX_WORLD) -> list[tuple[int, int, int, int, int, int]]:
     """Every (pp, replicate, fsdp, cp, tp, ep) with at most so many ranks."""
-    found = []
+    result = []
     for world in range(1, max_world + 1):
         for pp, replicate, fsdp, cp in product(divisors(world), repeat=4):
             if world % (pp * replicate * fsdp * cp) == 0:
                 tp = world // (pp * replicate * fsdp * cp)
-                found += [(pp, replicate, fsdp, cp, tp, ep) for ep in divisors(fsdp * cp * tp)]
-    return found
+                result += [(pp, replicate, fsdp, cp, tp, ep) for ep in divisors(fsdp * cp * tp)]
+    return result
 
 
 @st.composite
@@ -55,7 +55,7 @@ def meshes(draw: Any, max_world: int = MAX_WORLD, tp: list[int] | None = None, e
 
 
 def coordinates(axes: Axes) -> list[dict[str, int]]:
-    """Of every rank on all axes: positions in arrays of rank numbers, as a DeviceMesh has them."""
+    """Return the coordinates of every rank on all axes, as a DeviceMesh has them."""
     inner = axes.fsdp * axes.cp * axes.tp
     dense = np.arange(axes.world).reshape(axes.pp, axes.replicate, axes.fsdp, axes.cp, axes.tp)
     expert = np.arange(axes.world).reshape(axes.pp, axes.replicate, inner // axes.ep, axes.ep)
@@ -70,8 +70,8 @@ def coordinates(axes: Axes) -> list[dict[str, int]]:
 
 def chunks(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """`torch.chunk` of dim 0, with empty ones where it gives fewer; so does FSDP."""
-    found = list(values.chunk(parts)) if len(values) else []
-    return found + [values[:0]] * (parts - len(found))
+    result = list(values.chunk(parts)) if len(values) else []
+    return result + [values[:0]] * (parts - len(result))
 
 
 def numbered(param: Param) -> torch.Tensor:
@@ -111,7 +111,7 @@ def stored_ids(param: Param, axes: Axes, at: dict[str, int]) -> torch.Tensor:
 
 
 def num_holders(param: Param, axes: Axes) -> int:
-    """How many ranks of a stage hold each element."""
+    """Count the ranks of a stage that hold each element."""
     if is_expert(param):
         return axes.replicate
     tp_splits = any(is_split(dim, size, axes) for dim, size in param.dims.items())

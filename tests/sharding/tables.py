@@ -18,7 +18,7 @@ def table_of(name: str, head: str = "lm") -> Table:
 
 
 def spec_of(table: Table, pp: int) -> ShardingSpec:
-    """With stages of equally many layers, and more layers where they are too few for so many stages."""
+    """Cut stages of equal length, and add layers where they are too few."""
     own = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
     more = {f"more.{i}": Param({"embed": 3}, {}, (), name=f"more.{i}", layer=i) for i in range(own, max(own, pp, 1))}
     num, whole = max(own, pp, 1), Table({**table.params, **more}, table.carried)
@@ -28,17 +28,17 @@ def spec_of(table: Table, pp: int) -> ShardingSpec:
 
 def choices_of(table: Table) -> list[dict[str, str]]:
     """Every choice of one layout name for each group."""
-    found: list[dict[str, str]] = [{}]
+    result: list[dict[str, str]] = [{}]
     for group in sorted({p.group for p in table if p.group}):
         names = {layout.name for p in table if p.group == group for layout in p.layouts}
-        found = [{**choice, group: name} for choice in found for name in sorted(names)]
-    return found
+        result = [{**choice, group: name} for choice in result for name in sorted(names)]
+    return result
 
 
 def layout_of(param: Param, choice: dict[str, str]) -> Layout:
-    found = [a for a in param.layouts if not param.group or a.name == choice[param.group]]
-    assert len(found) == 1
-    return found[0]
+    result = [a for a in param.layouts if not param.group or a.name == choice[param.group]]
+    assert len(result) == 1
+    return result[0]
 
 
 def source_of(table: Table, choice: dict[str, str]) -> dict[str, torch.Tensor]:

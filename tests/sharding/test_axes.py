@@ -32,7 +32,7 @@ def expected_groups(axes, view, chosen):
 
 
 def test_coordinates_of_every_mesh_up_to_64_ranks():
-    """Of every rank where there are few, of every seventh and the last where there are many."""
+    """Check every rank of small meshes, and every seventh and the last of large ones."""
     for sizes in all_sizes():
         axes, world = Axes(*sizes), int(np.prod(sizes[:5]))
         assert axes.world == world
@@ -42,9 +42,9 @@ def test_coordinates_of_every_mesh_up_to_64_ranks():
         expert = np.unravel_index(ranks, (sizes[0], sizes[1], inner // sizes[5], sizes[5]))
         want = dict(zip((*DENSE_NAMES, *EXPERT_NAMES), (*dense, *expert), strict=True))
         want["ends"] = (dense[0] > 0) & (dense[0] == sizes[0] - 1)  # 1 on the last of several stages
-        found = [axes.coords(rank) for rank in ranks.tolist()]
-        assert all(f.keys() == want.keys() for f in found)
-        assert all([f[name] for f in found] == want[name].tolist() for name in want), axes
+        result = [axes.coords(rank) for rank in ranks.tolist()]
+        assert all(f.keys() == want.keys() for f in result)
+        assert all([f[name] for f in result] == want[name].tolist() for name in want), axes
 
 
 @examples(40)
@@ -61,8 +61,8 @@ def test_one_group_of_many_meshes_up_to_64_ranks():
         rank = number * 13 % axes.world
         ranks = ranks_as_array(axes, view)
         at = np.unravel_index(rank, ranks.shape)
-        mine = ranks[tuple(slice(None) if a in chosen else i for a, i in zip(view, at, strict=True))]
-        assert axes.group(rank, chosen) == tuple(mine.flatten().tolist()), (axes, rank, chosen)
+        local = ranks[tuple(slice(None) if a in chosen else i for a, i in zip(view, at, strict=True))]
+        assert axes.group(rank, chosen) == tuple(local.flatten().tolist()), (axes, rank, chosen)
 
 
 @examples(40)
@@ -70,10 +70,10 @@ def test_one_group_of_many_meshes_up_to_64_ranks():
 def test_groups_partition_the_world(axes, subset, random):
     view, chosen = subset
     shuffled = tuple(random.sample(chosen, len(chosen)))
-    found = axes.groups(shuffled)
-    assert found == expected_groups(axes, view, chosen)
-    assert sorted(r for group in found for r in group) == list(range(axes.world))
-    assert all(axes.group(r, shuffled) == group for group in found for r in group)
+    result = axes.groups(shuffled)
+    assert result == expected_groups(axes, view, chosen)
+    assert sorted(r for group in result for r in group) == list(range(axes.world))
+    assert all(axes.group(r, shuffled) == group for group in result for r in group)
 
 
 @examples(10)

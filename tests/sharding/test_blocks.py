@@ -59,7 +59,7 @@ def test_taking_apart_gives_the_source_back(case):
 def test_copies_hold_the_parameter_once_more(case):
     table, choice = table_of(case[0], case[1]), case[2]
     source = source_of(table, choice)
-    found = {}
+    result = {}
     for param in table:
         layout = layout_of(param, choice)
         ours = assembled(param, layout, source)
@@ -67,8 +67,8 @@ def test_copies_hold_the_parameter_once_more(case):
             again = torch.full(copy.shape, -1)
             copy.view(again).copy_(ours[copy.ours.slices])
             assert torch.equal(again, source["model.embed_tokens.weight"])
-            found[copy.key] = param.name
-    assert found == ({"lm_head.weight": "embed.weight"} if choice.get("head") == "twice" else {})
+            result[copy.key] = param.name
+    assert result == ({"lm_head.weight": "embed.weight"} if choice.get("head") == "twice" else {})
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -156,26 +156,26 @@ def by_key_head(short, at, source):
 
 @pytest.mark.parametrize("case", EVERY, ids=case_id)
 def test_matrices_are_what_the_files_mean(case):
-    found, source = matrices(case)
-    for name, mine in found.items():
-        assert torch.equal(mine, wanted(name, source)), name
+    result, source = matrices(case)
+    for name, local in result.items():
+        assert torch.equal(local, wanted(name, source)), name
 
 
 def test_the_delta_net_is_not_a_plain_copy():
-    """If q, k and v were taken in the order of the file, heads would be mixed silently."""
-    found, source = matrices(("qwen3_5", "lm", {}))
-    assert not torch.equal(found["layers.0.mixer.qkv.weight"], source["model.layers.0.linear_attn.in_proj_qkv.weight"])
+    """q, k and v in the order of the file would mix heads silently."""
+    result, source = matrices(("qwen3_5", "lm", {}))
+    assert not torch.equal(result["layers.0.mixer.qkv.weight"], source["model.layers.0.linear_attn.in_proj_qkv.weight"])
 
 
 def test_both_spellings_of_experts_give_the_same():
     one, many = ({"experts": name} for name in ("fused", "per-expert"))
-    found, fused = matrices(("qwen3_moe", "lm", one))
+    result, fused = matrices(("qwen3_moe", "lm", one))
     apart = source_of(table_of("qwen3_moe"), many)
     for key in list(apart):
         apart[key] = split_off(key, fused)
     for param in table_of("qwen3_moe"):
         again = matrix(param, assembled(param, layout_of(param, many), apart))
-        assert torch.equal(again, found[param.name]), param.name
+        assert torch.equal(again, result[param.name]), param.name
 
 
 def split_off(key, fused):

@@ -72,10 +72,10 @@ def test_interval_is_the_row_major_range(box, data):
 
 
 def check_interval(box, every, lo, hi):
-    found = list(interval(box, lo, hi))
-    assert [x for part in found for x in elements(part)] == every[lo:hi], f"{box} {lo}:{hi}"
-    assert all(part.size for part in found), "no empty boxes"
-    assert len(found) <= 2 * len(box.start) - 1, f"{box} {lo}:{hi} in {len(found)} boxes"
+    result = list(interval(box, lo, hi))
+    assert [x for part in result for x in elements(part)] == every[lo:hi], f"{box} {lo}:{hi}"
+    assert all(part.size for part in result), "no empty boxes"
+    assert len(result) <= 2 * len(box.start) - 1, f"{box} {lo}:{hi} in {len(result)} boxes"
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 2), (3, 1, 3), (2, 2, 2, 2)])
@@ -94,8 +94,8 @@ def test_interval_of_whole_rows_is_one_box():
 def test_chunk_is_torchs():
     for size, parts in product(range(40), range(1, 20)):
         want = [part.tolist() for part in torch.arange(size).chunk(parts)] if size else []
-        found = [list(range(*chunk(size, parts, index))) for index in range(parts)]
-        assert found == want + [[]] * (parts - len(want)), f"{size} in {parts}"
+        result = [list(range(*chunk(size, parts, index))) for index in range(parts)]
+        assert result == want + [[]] * (parts - len(want)), f"{size} in {parts}"
 
 
 @st.composite
@@ -116,7 +116,7 @@ def tilings(draw, min_ndim=0):
 
 
 def covered(shape, made):
-    """How many boxes hold each element; None where one sticks out."""
+    """Count the boxes that hold each element. Return None where one sticks out."""
     counts = dict.fromkeys(np.ndindex(shape), 0)
     for box in made:
         for at in elements(box):

@@ -1,4 +1,4 @@
-"""What a model may not declare: each refused with the name of the parameter."""
+"""Declarations that no model may make: each is refused with the name of the parameter."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from meshwright.sharding import Block, Box, Layout, Param, Table, collect, plain
 
 
 class Model(nn.Module):
-    """`net.w` and others, declared as given."""
+    """Declare `net.w` and others."""
 
     def __init__(self, **made):
         super().__init__()
@@ -18,8 +18,8 @@ class Model(nn.Module):
             setattr(self.net, name, value)
 
 
-def block(start, stop, key, shape, theirs=None):
-    return Block(Box(start, stop), key, shape, theirs or Box.whole(shape))
+def block(start, stop, key, shape, reference=None):
+    return Block(Box(start, stop), key, shape, reference or Box.whole(shape))
 
 
 def one(*blocks, name="one"):
@@ -48,9 +48,7 @@ def test_a_good_model_is_collected():
 
 def test_a_bare_parameter():
     refused(
-        r"net\.bias\b.*nn\.Parameter\b.*weight\(",
-        w=weight({"embed": 2}, key="w"),
-        bias=nn.Parameter(torch.ones(2)),
+        r"net\.bias\b.*nn\.Parameter\b.*weight\(", w=weight({"embed": 2}, key="w"), bias=nn.Parameter(torch.ones(2))
     )
 
 
@@ -94,9 +92,9 @@ def test_sizes_that_differ():
     refused(r"^net\.w: \[0:6\] of ours and \[0:5\] of k differ in size", w=vector(one(block((0,), (6,), "k", (5,)))))
 
 
-def test_rows_of_the_source_that_nobody_takes():
-    theirs = Box((0,), (6,))
-    refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), theirs))))
+def test_rows_of_the_source_without_a_parameter():
+    reference = Box((0,), (6,))
+    refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), reference))))
 
 
 def test_rows_of_the_source_that_are_taken_twice():
@@ -123,13 +121,11 @@ def test_a_copy_of_another_size():
         (lambda e, each: None if e == 3 else each, r"^net\.w5 \(per-expert\): .*\b14 of 16\b"),
         (lambda e, each: each._replace(ours=Box((0, 0), (1, 2))) if e == 1 else each, r"^net\.w5 .*overlap"),
         (lambda e, each: each._replace(shape=(3,)) if e == 2 else each, r"^5\.2: .*\b2 of 3\b"),
-        (
-            lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
-            r"^net\.w5: .*\b5\.2 differ in size",
-        ),
+        (lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
+            r"^net\.w5: .*\b5\.2 differ in size"),
         (lambda e, each: each._replace(key="4.2") if e == 2 else each, r"^4\.2: .*overlap"),
     ],
-)
+)  # fmt: skip
 def test_one_layer_of_many_is_wrong(broken, text):
     """All others are of its kind, and right."""
 
@@ -153,11 +149,7 @@ def test_no_layout():
 def test_a_group_whose_members_disagree():
     a, b = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("x", "a"), ("y", "b")))
     c, d = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("z", "a"), ("q", "other")))
-    refused(
-        r"net\.v\b.*\['a', 'other'\].*\['a', 'b'\].*'g'",
-        w=vector(a, b, group="g"),
-        v=vector(c, d, group="g"),
-    )
+    refused(r"net\.v\b.*\['a', 'other'\].*\['a', 'b'\].*'g'", w=vector(a, b, group="g"), v=vector(c, d, group="g"))
 
 
 def test_a_dim_among_rows_and_columns():
@@ -193,7 +185,7 @@ def test_blocks_that_disagree_about_the_shape_of_a_key():
     refused("^(net.v|k)", w=vector(first, size=3), v=vector(second, size=3))
 
 
-def test_a_block_that_cannot_be_seen_in_our_shape():
+def test_a_block_that_has_no_view_in_our_shape():
     """Columns 0-1 of four rows are no vector without a copy; loading would fail in the middle."""
     left, right = (block((a,), (a + 8,), "k", (4, 4), Box((0, a // 4), (4, a // 4 + 2))) for a in (0, 8))
     refused("^net.w", w=vector(one(left, right), size=16))

@@ -53,9 +53,9 @@ def test_runs_of_strided_views(data):
     base = np.arange(prod(shape))
     order = data.draw(st.permutations(range(len(shape))))
     view = base.reshape(shape)[data.draw(parts_of(shape, step=True, empty=True))].transpose(order)
-    found = flat_runs(view)
-    assert [i for at, num in found for i in range(at, at + num)] == view.flatten().tolist()
-    assert all(num > 0 for _, num in found)
+    result = flat_runs(view)
+    assert [i for at, num in result for i in range(at, at + num)] == view.flatten().tolist()
+    assert all(num > 0 for _, num in result)
 
 
 @examples(200)
@@ -95,16 +95,16 @@ def reads(draw, made):
     """A block of a source tensor under some shape of ours, and a part of it."""
     key = draw(st.sampled_from(sorted(made)))
     shape = tuple(made[key].shape)
-    theirs = draw(parts_of(shape))
-    found = made[key][theirs]
+    reference = draw(parts_of(shape))
+    result = made[key][reference]
     first = draw(st.integers(0, 3))
-    ours_shape = draw(st.sampled_from(same_elements(tuple(found.shape), found)))
+    ours_shape = draw(st.sampled_from(same_elements(tuple(result.shape), result)))
     ours = Box((first, *(0 for _ in ours_shape[1:])), (first + ours_shape[0], *ours_shape[1:]))
-    block = Block(ours, key, shape, Box(tuple(s.start for s in theirs), tuple(s.stop for s in theirs)))
+    block = Block(ours, key, shape, Box(tuple(s.start for s in reference), tuple(s.stop for s in reference)))
     part = draw(parts_of(ours_shape))
     inside = Box(tuple(s.start for s in part), tuple(s.stop for s in part))
     moved = Box((first + inside.start[0], *inside.start[1:]), (first + inside.stop[0], *inside.stop[1:]))
-    return block, moved, found.reshape(ours_shape)[part]
+    return block, moved, result.reshape(ours_shape)[part]
 
 
 def same_elements(shape, tensor):
@@ -132,10 +132,10 @@ def test_a_read_is_a_slice(files, data):
     block, part, want = data.draw(reads(made))
     source = open_source(directory)
     with Reader(source) as reader:
-        found = reader.read(source.entries[block.key], block, part)
-        assert found.dtype == want.dtype
-        assert found.shape == part.shape
-        assert torch.equal(found, want)
+        result = reader.read(source.entries[block.key], block, part)
+        assert result.dtype == want.dtype
+        assert result.shape == part.shape
+        assert torch.equal(result, want)
         whole = made[block.key].numel() * want.itemsize
         assert want.numel() * want.itemsize <= reader.num_bytes <= whole, "what lies between short strips, no more"
 
@@ -174,8 +174,7 @@ EVERY = [(name, choice) for name in TINY for choice in choices_of(table_of(name)
 @pytest.mark.parametrize("staged", [4 << 20, 97], ids=["at once", "in parts"])
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join([case[0], *case[1].values()]))
 def test_every_rank_reads_its_pieces(case, staged, tmp_path, monkeypatch):
-    """From files to stored shards on a mesh with uneven and empty pieces: each owned byte once, and what lies between
-    short strips."""
+    """Ranks of a mesh with uneven and empty pieces read each owned byte once, and the bytes between short strips."""
     monkeypatch.setattr(load, "_STAGED_ELEMENTS", staged)
     table, choice, axes = table_of(case[0]), case[1], Axes(fsdp=3, cp=2, tp=2, ep=2)
     numbers = source_of(table, choice)

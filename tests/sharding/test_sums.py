@@ -1,4 +1,4 @@
-"""What FSDP sums and what `finish` sums together reach every rank that uses an element, each of them once."""
+"""FSDP and `finish` together sum each gradient once over every rank that uses an element."""
 
 import pytest
 from hypothesis import given
@@ -19,18 +19,21 @@ def summed_by_fsdp(param):
 
 
 def shares_of(axes, at, over):
-    """For every rank: whose shares it has after a sum over some axes, if at first each has its own."""
+    """Return for every rank whose shares it has after a sum over some axes."""
     view = ("pp", "replicate", "efsdp", "ep") if "efsdp" in over else ("pp", "replicate", "fsdp", "cp", "tp")
     fixed = [a for a in view if a not in over]
-    return [[r for r, other in enumerate(at) if all(other[a] == mine[a] for a in fixed)] for mine in at]
+    return [[r for r, other in enumerate(at) if all(other[a] == local[a] for a in fixed)] for local in at]
 
 
 def users_of(param, axes, at):
-    """For every rank: the ranks of its stage whose tokens meet the same elements, those of its cut by tp or ep."""
+    """Return for every rank the ranks of its stage whose tokens meet the same elements: those of its cut by tp or
+    ep."""
     cuts = [tuple(cut_ids(param, axes, c).flatten().tolist()) for c in at]
     return [
-        [r for r, other in enumerate(at) if other["pp"] == mine["pp"] and cuts[r] == cuts[rank]] if cuts[rank] else None
-        for rank, mine in enumerate(at)
+        [r for r, other in enumerate(at) if other["pp"] == local["pp"] and cuts[r] == cuts[rank]]
+        if cuts[rank]
+        else None
+        for rank, local in enumerate(at)
     ]
 
 
