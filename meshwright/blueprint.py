@@ -43,7 +43,8 @@ class Blueprint:
         """
         source = source.scaled_by(config) if source is not None else None
         keys = source.entries if source is not None else {}
-        module, table = describe(config, prefix_of(config, keys or None), recipe.head, keys, tower=recipe.tower)
+        prefix = prefix_of(config, keys or None)
+        module, table = describe(config, prefix, recipe.head, keys, tower=recipe.tower, lora=recipe.lora)
         spec = ShardingSpec(table, Rules(), module, recipe, _in_fp8(recipe, table))
         return cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
 
@@ -87,8 +88,15 @@ class Blueprint:
         return self.module.shape.vocab
 
     def trained(self) -> list[str]:
-        """Return the names of the parameters that are trained. Refuse a pattern that names none."""
-        return matching(patterns_of(self.recipe.train), self.table.params, "train")
+        """Return the names of the parameters that are trained. Refuse a pattern that names none.
+
+        With adapters these are the adapters, a new head, and what `train` names besides.
+        """
+        patterns = patterns_of(self.recipe.train)
+        if self.recipe.lora is None:
+            return matching(patterns, self.table.params, "train")
+        more = [] if patterns == ["**"] else matching(patterns, self.table.params, "train")
+        return [p.name for p in self.table if p.adapter or p.name in self.keymap.fresh or p.name in more]
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is stored (mixed precision).
@@ -101,10 +109,11 @@ class Blueprint:
         cast in slices (ops/loss.py), which would sum the gradients that pass through it in another order.
         """
         wide, keymap = torch.promote_types(compute, torch.float32), self.keymap
+        is_base = keymap.source is not None or self.recipe.lora is not None  # else drawn, to be trained
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
 
         def stored(param: Param) -> torch.dtype:
-            frozen = keymap.source is not None and param.name not in stays_wide and not param.float32
+            frozen = is_base and param.name not in stays_wide and not param.float32
             return keymap.file_dtype(param) if frozen else wide
 
         return {param.name: stored(param) for param in self.table}
@@ -136,7 +145,8 @@ def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stor
     if source is None:
         return of_table(table, file_dtype(config))
     choice = choose(table, source)
-    fresh = [p.name for p in table if p.optional and not any(k in source.entries for k in p.layouts[0].keys)]
+    new = (p for p in table if p.adapter or p.optional)
+    fresh = [p.name for p in new if not any(k in source.entries for k in p.layouts[0].keys)]
     if not source.has_headers:  # an index names keys, but no shapes or dtypes to check
         return replace(of_table(table, file_dtype(config), choice), fresh=frozenset(fresh))
     check_keys(table, source, choice, fresh, stored)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 RECOMPUTE = ("none", "selective", "full")
+ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer
 # Schedules that split backward: gradients of activations at once, because another stage waits for them, and gradients
 # of weights later, to fill the bubble (zero bubble, arXiv 2401.10241).
 LATE = ("zero-bubble", "v")
@@ -191,6 +192,61 @@ class ContextParallel:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B @ A`, with W frozen."""
+
+    rank: int = option(16, "Rank of the adapters.")
+    alpha: float = option(
+        32.0, "Scale of the adapters: `alpha / rank` times `B @ A` is added to a matrix.",
+    )  # fmt: skip
+    targets: str | Sequence[str] = option(
+        ALL_LINEAR, 'Modules with adapters, by PEFT\'s names: the last parts of a name ("q_proj", "mlp.down_proj"), or '
+        'a pattern of the whole name ("model.layers.1?.*"). "all-linear" means all of attention, delta net and MLPs, '
+        "shared and routed experts too, and of a trained vision encoder; never embedding, head and router.",
+    )  # fmt: skip
+    expert_rank: int | None = option(
+        None, "Rank of the adapters of routed experts; by default `rank`. There are many experts, each with adapters "
+        "of its own. Their scale stays that of `rank`.",
+    )  # fmt: skip
+    rslora: bool = option(
+        False, "Scale by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732), so that large ranks do not train "
+        "more slowly.",
+    )  # fmt: skip
+    dropout: float = option(
+        0.0, "Only 0 is supported: a mask would have to be the same on all meshes and in recomputation.",
+        command=False,
+    )  # fmt: skip
+    b_std: float = option(
+        0.0, "Standard deviation of B at the start. 0, as in PEFT, makes step 0 equal to the base bit for bit. Proofs "
+        "draw B, because A has no gradient where B is 0.", command=False,
+    )  # fmt: skip
+    path: str | None = option(None, "Directory of a PEFT adapter to go on from. It must fit rank, alpha and targets.")
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "expert_rank"):
+            value = vars(self)[name]
+            if (type(value) is not int or value < 1) and not (name == "expert_rank" and value is None):
+                raise ConfigError(f"lora.{name}={value!r} must be a whole number of at least 1")
+        for name in ("alpha", "b_std", "dropout"):
+            value = vars(self)[name]
+            if type(value) not in (int, float) or not 0 <= value < float("inf") or (name == "alpha" and not value):
+                raise ConfigError(f"lora.{name}={value!r} must be a number above 0" + (", or 0" * (name != "alpha")))
+        if self.dropout:
+            raise ConfigError(
+                f"lora.dropout={self.dropout!r} is not supported: its mask would have to be the same on every mesh and "
+                "in recomputation; leave it out, and use fewer epochs or a smaller rank against overfitting"
+            )
+        object.__setattr__(self, "targets", tuple(patterns_of(self.targets, "lora.targets")))
+        if not self.targets:
+            raise ConfigError(f"lora.targets is empty; give {ALL_LINEAR!r}, or names of modules such as 'q_proj'")
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of `B @ A`, the same for all adapters: inference engines know no other for single ones."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The options of `mw.load` other than the model and the mesh.
 
@@ -224,6 +280,10 @@ class Recipe:
         choices=("block",),
     )  # fmt: skip
     fp8_skip: str | Sequence[str] = option((), "Patterns of the parameters whose matmuls stay in `dtype`.")
+    lora: Lora | None = option(  # noqa: RUF009 - likewise
+        None, "Train low-rank adapters instead of the matrices: `mw.Lora`. What `train` names is trained too.",
+        fixed=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type. Type checkers do not see values that come from files and notebooks."""
@@ -235,6 +295,8 @@ class Recipe:
             if not isinstance(value, kind):
                 cls = f"mw.{kind.__name__}"
                 raise ConfigError(f"{name}={value!r} must be {cls}(...), such as {cls}({example})")
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ConfigError(f"lora={self.lora!r} must be mw.Lora(...), such as mw.Lora(rank=16), or None")
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
         if self.fp8 not in (None, "block"):
@@ -280,6 +342,7 @@ class RecipeFields(TypedDict, total=False):
     context: ContextParallel
     fp8: str | None
     fp8_skip: str | Sequence[str]
+    lora: Lora | None
 
 
 def patterns_of(value: object, argument: str = "train") -> list[str]:

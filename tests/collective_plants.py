@@ -12,54 +12,43 @@ from meshwright import parallel
 from meshwright.axes import Sum
 from meshwright.mesh import collectives
 from meshwright.parallel import tensor
-from tests.plants import Patch
+from tests.plants import around
 
 
-def gathered_twice(patch: Patch) -> None:
-    real = tensor._collective
+@around(tensor, "_collective")
+def gathered_twice(real: Any, door: Any, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
+    arm: Callable[[Tensor], Tensor] = real(door, size, group, at)
 
-    def twice(door: Any, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
-        arm = real(door, size, group, at)
+    def enter(x: Tensor) -> Tensor:
+        collectives.all_gather(x.detach(), size, group)
+        return arm(x)
 
-        def enter(x: Tensor) -> Tensor:
-            collectives.all_gather(x.detach(), size, group)
-            return arm(x)
-
-        return enter if door.kind is tensor.ENTER else arm
-
-    patch.setattr(tensor, "_collective", twice)
+    return enter if door.kind is tensor.ENTER else arm
 
 
-def in_another_dtype(patch: Patch) -> None:
-    real = collectives.reduce_scatter
-    patch.setattr(collectives, "reduce_scatter", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
+@around(collectives, "reduce_scatter")
+def in_another_dtype(real: Any, x: Tensor, size: int, group: str) -> Tensor:
+    return real(x.float(), size, group).to(x.dtype)
 
 
-def one_rank_skips(patch: Patch) -> None:
-    real = parallel.finish
-    patch.setattr(parallel, "finish", lambda grads, mesh: real(grads, mesh) if mesh.rank == 0 else None)
-
-
-def one_rank_does_more(patch: Patch) -> None:
-    real = parallel.finish
-
-    def more(grads: Any, mesh: Any) -> None:
+@around(parallel, "finish")
+def one_rank_skips(real: Any, grads: Any, mesh: Any) -> None:
+    if mesh.rank == 0:
         real(grads, mesh)
-        if mesh.rank == 1:
-            mesh.gather_rows(torch.zeros(1), ("fsdp",))
-
-    patch.setattr(parallel, "finish", more)
 
 
-def other_order(patch: Patch) -> None:
-    """One rank reduces where the other gathers."""
-    real = parallel.finish
+@around(parallel, "finish")
+def one_rank_does_more(real: Any, grads: Any, mesh: Any) -> None:
+    real(grads, mesh)
+    if mesh.rank == 1:
+        mesh.gather_rows(torch.zeros(1), ("fsdp",))
 
-    def two_kinds(grads: Any, mesh: Any) -> None:
-        real(grads, mesh)
-        zero, over = torch.zeros(1), ("fsdp",)
-        both = [lambda: mesh.all_reduce_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
-        for each in both[:: 1 if mesh.rank == 0 else -1]:
-            each()
 
-    patch.setattr(parallel, "finish", two_kinds)
+@around(parallel, "finish")
+def other_order(real: Any, grads: Any, mesh: Any) -> None:
+    """Reduce on one rank where the other gathers."""
+    real(grads, mesh)
+    zero, over = torch.zeros(1), ("fsdp",)
+    both = [lambda: mesh.all_reduce_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
+    for each in both[:: 1 if mesh.rank == 0 else -1]:
+        each()

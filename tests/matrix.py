@@ -4,11 +4,11 @@
     python -m tests.matrix --ranks 1 2 4            # of these sizes
     python -m tests.matrix --only qwen3_moe fsdp=2,tp=2,ep=2 full
     python -m tests.matrix --fp8 --only none reshard untied       # products in 8 bits, of models in whole blocks
-    python -m tests.matrix --ranks 8 --after 1200   # go on where one was interrupted that had said "1200 of 1680 runs"
+    python -m tests.matrix --ranks 8 --after 1200   # continue a run that stopped after "1200 of 1680 runs"
 
 A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3. After each, every
-gradient, the norm, the loss, the load of the experts, replicas and the bill (collectives and bytes) are held against
-one process, in float64. `tests/test_matrix.py` takes a few runs in which every two dials meet in each of their values.
+gradient, the norm, the loss, the load of the experts, replicas and the bill (collectives and bytes) are compared with
+one process, in float64. `tests/test_matrix.py` takes a few runs in which every two options meet in all of their values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from meshwright.axes import Axes
 from meshwright.log import quiet
 from meshwright.recipe import Recipe
 from meshwright.verify import Data, Finding, Recorder, Reference, ReferenceStep, Run, Trial, collective_checks, oracles
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 
-BATCHES = (1, 3)  # micro-batches of the first step, and of the second
 KINDS = ("tied", "untied", "value")
-KEPT = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")
 
-# Heads for tp=8 (4 kv heads too few), all else odd; two layers that differ.
+# Query heads for tp=8 (and too few kv heads); other sizes are odd; the two layers differ.
 _HEADS = dict(num_attention_heads=8, head_dim=6, num_hidden_layers=2, intermediate_size=40)
 _DELTA = dict(
     num_attention_heads=8, head_dim=8, num_hidden_layers=2, linear_num_key_heads=8, linear_num_value_heads=16,
@@ -52,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_DELTA, "intermediate_size": 40},
     "qwen3_5_moe": {**_DELTA, **_AUX},
 }
-# The same in whole blocks of 128 on each of 8 ranks of tp: what products in 8 bits want.
+# FP8 matmuls need whole blocks of 128 on each of 8 ranks of tp.
 _BLOCKS = dict(hidden_size=256, head_dim=128, num_key_value_heads=8)
 _BLOCKS_OF: dict[str, int] = {
     "intermediate_size": 1024, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
@@ -68,7 +67,7 @@ def in_blocks(family: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dials:
-    """Of one run."""
+    """The options of one run."""
 
     family: str
     pp: int
@@ -91,29 +90,29 @@ class Dials:
 
 
 def meshes(world: int) -> Iterator[tuple[int, ...]]:
-    """Two layers make two stages at most; the rest of pp is in tests/test_pipeline.py."""
+    """Two layers make at most two stages; tests/test_pipeline.py has larger pp."""
     for pp, replicate, fsdp, cp, tp, ep in product((1, 2), *[(1, 2, 4, 8)] * 5):
         if pp * replicate * fsdp * cp * tp == world and (fsdp * cp * tp) % ep == 0:
             yield pp, replicate, fsdp, cp, tp, ep
 
 
 def everything(ranks: Sequence[int] = (1, 2, 4, 8)) -> list[Dials]:
-    """Where there are no experts `ep` changes nothing: one run shows it for each mesh."""
+    """List all runs. `ep` changes nothing without experts, which one run per mesh shows."""
     grid = [mesh for world in ranks for mesh in meshes(world)]
     runs = [
         Dials(family, *mesh, recompute, kind, reshard)
-        for mesh, family, kind, recompute, reshard in product(grid, FAMILIES, KINDS, KEPT, (True, False))
+        for mesh, family, kind, recompute, reshard in product(grid, FAMILIES, KINDS, RECOMPUTE, (True, False))
     ]
     plain = ("none", "untied", True)
     return [r for r in runs if "moe" in r.family or r.ep == 1 or (r.recompute, r.kind, r.reshard) == plain]
 
 
 def pairwise(runs: Sequence[Dials], proven: Sequence[Dials] = ()) -> list[Dials]:
-    """Some of the runs, in which any two dials meet in all values in which they meet in `runs`; small worlds first.
-    What met in those that are `proven` elsewhere is left out."""
+    """Choose runs in which any two options meet in all values in which they meet in `runs`, preferring small worlds.
+    Pairs that meet in `proven` runs are left out."""
     pairs = {run: pairs_of(run) for run in runs}
     left = set().union(*pairs.values()).difference(*map(pairs_of, proven))
-    # The gain of a run only falls: the one on top is the best if it is still so after it was counted again.
+    # The gain of a run only falls, so the top run is the best if it is still the top after a recount.
     heap = [(-len(pairs[run]) / cost(run), at, run) for at, run in enumerate(runs)]
     heapq.heapify(heap)
     chosen = []
@@ -129,45 +128,48 @@ def pairwise(runs: Sequence[Dials], proven: Sequence[Dials] = ()) -> list[Dials]
 
 
 def cost(run: Dials) -> float:
-    """Of a choice: large worlds bring more pairs, but not so many more."""
+    """Weigh large worlds, which have more pairs."""
     return run.axes.world**0.6
 
 
 _AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+_LARGE = {8} if parts.ALL else {4, 8}
 
 
 def pairs_of(run: Dials) -> set[object]:
-    """Two dials that meet in it, with their values.
+    """Return all pairs of two options of a run, with their values.
 
-    An axis of size 8 is only paired with axes of sizes 1 and 8: what it does beside the other dials, an axis of size 4
-    does too, on half the ranks. `ep` only counts where there are experts. `make matrix` tries it all.
+    A large axis is only paired with axes of its own size and of 1, since an axis of half the size meets the other
+    options in the same code. `ep` only counts where there are experts. `make matrix` runs all pairs.
     """
     idle = set() if "moe" in run.family or run.ep == 1 else {"ep"}
     return {
         (one, other)
         for one, other in combinations(vars(run).items(), 2)
-        if (8 not in (one[1], other[1]) or ({one[0], other[0]} <= {*_AXES} and {one[1], other[1]} <= {1, 8}))
-        and (not idle & {one[0], other[0]} or "family" in (one[0], other[0]))
+        if not (large := _LARGE & {one[1], other[1]})
+        or ({one[0], other[0]} <= {*_AXES} and {one[1], other[1]} <= {1, *large} and len(large) == 1)
+        if not idle & {one[0], other[0]} or "family" in (one[0], other[0])
     }
 
 
 def _needed(chosen: Sequence[Dials], pairs: dict[Dials, set[object]], proven: set[object]) -> list[Dials]:
-    """Without those whose pairs all meet in others by now, the largest first."""
-    kept = list(chosen)
+    """Drop runs whose pairs all meet in others, the largest first."""
+    needed = list(chosen)
     for run in sorted(chosen, key=lambda run: -run.axes.world):
-        others = set().union(*(pairs[other] for other in kept if other != run))
+        others = set().union(*(pairs[other] for other in needed if other != run))
         if pairs[run] <= others | proven:
-            kept.remove(run)
-    return kept
+            needed.remove(run)
+    return needed
 
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained on: the same for all runs of a family, head and number of data ranks."""
+    """Model and data of all runs of a family, head and number of data ranks. `batches`: micro-batches of each step."""
 
     source: Path
     head: str
     num_data_ranks: int
+    batches: tuple[int, ...]
     router_aux: str = "pooled"
     fp8: str | None = None
 
@@ -180,9 +182,9 @@ class Course:
 
 
 def refer(course: Course) -> list[Reference]:
-    """Of one process: a reference for each step."""
+    """Make a reference for each step on one process."""
     engine, out = course.trial(1).engine(mw.Mesh(device="cpu")), []
-    for num in BATCHES:
+    for num in course.batches:
         loss = engine.backward(course.trial(num).all_batches())
         grads = mw.gather(engine.model, "grad")
         norm = engine.update()
@@ -191,7 +193,7 @@ def refer(course: Course) -> list[Reference]:
 
 
 def examine(runs: Sequence[tuple[Dials, Course]], references: dict[Course, list[Reference]]) -> list[list[str]]:
-    """On every rank of a mesh: what this rank found wrong in each run. They share a mesh."""
+    """Return the findings of this rank in each run. The runs share a mesh."""
     first = runs[0][0]
     mesh = mw.Mesh(**asdict(first.axes), device="cpu", timeout_s=60)
     return [[str(f) for f in _steps(run, course, references[course], mesh)] for run, course in runs]
@@ -199,14 +201,14 @@ def examine(runs: Sequence[tuple[Dials, Course]], references: dict[Course, list[
 
 def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.Mesh) -> Iterator[Finding]:
     engine = course.trial(1, dials).engine(mesh)
-    for num, reference in zip(BATCHES, references, strict=True):
+    for num, reference in zip(course.batches, references, strict=True):
         trial = course.trial(num, dials)
         batches = trial.batches(engine.model, 0)
         run = Run(trial, reference, engine)
         with Recorder() as recorder:
             loss = engine.backward(batches)
             run.stored = collective_checks.stored_bytes(engine)
-        found = [
+        findings = [
             *oracles.s1_loss(run, loss),
             *oracles.g1_gradients(run),
             *oracles.n1_norm(run),
@@ -215,23 +217,23 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
         with recorder:
             engine.update()
         run.step_collectives = recorder.collectives
-        found += [*collective_checks.c1_collectives(run), *collective_checks.k1_bill(run, len(batches[0]), num)]
-        yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what, f.guess) for f in found)
+        findings += [*collective_checks.c1_collectives(run), *collective_checks.k1_bill(run, len(batches[0]), num)]
+        yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what, f.guess) for f in findings)
 
 
 class Matrix:
-    """Runs, by mesh; sources and references are made once."""
+    """Runs by mesh, which share sources and references."""
 
-    def __init__(self, folder: Path, fp8: str | None = None) -> None:
-        self.folder, self.fp8, self.references = folder, fp8, dict[Course, list[Reference]]()
+    def __init__(self, folder: Path, fp8: str | None = None, batches: tuple[int, ...] = (1, 3)) -> None:
+        self.folder, self.fp8, self.batches = folder, fp8, batches
+        self.references = dict[Course, list[Reference]]()
 
     def courses(self, runs: Sequence[Dials]) -> list[Course]:
-        """Of each run; the references that are lacking are made in one world."""
+        """Return the course of each run, and make missing references in one world."""
         made = [self._course(run) for run in runs]
         lacking = {course: functools.partial(refer, course) for course in made if course not in self.references}
         if lacking:
-            found = worlds.in_turn(1, lacking)
-            self.references.update({course: answers[0] for course, answers in found.items()})
+            self.references.update({course: answer for course, (answer,) in worlds.in_turn(1, lacking).items()})
         return made
 
     def _course(self, run: Dials) -> Course:
@@ -240,11 +242,12 @@ class Matrix:
         if not at.exists():
             changes = {**(in_blocks(run.family) if self.fp8 else FAMILIES[run.family]), "tie_word_embeddings": tied}
             tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
-        aux = "previous" if run.pp > 1 else "pooled"  # which pipelines cannot pool
-        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks, aux, self.fp8)
+        aux = "previous" if run.pp > 1 else "pooled"  # a pipeline cannot pool
+        head = "value" if run.kind == "value" else "lm"
+        return Course(at, head, run.axes.num_data_ranks, self.batches, aux, self.fp8)
 
     def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
-        """Of each run, on all ranks together. The runs are of one mesh."""
+        """Return the findings of all ranks in each run. The runs share a mesh."""
         both = list(zip(runs, self.courses(runs), strict=True))
         seconds = 60.0 + 20.0 * len(runs)
         ranks = worlds.run(runs[0].axes.world, examine, both, self.references, seconds=seconds)
@@ -252,7 +255,7 @@ class Matrix:
 
 
 def by_mesh(runs: Iterable[Dials], most: int = 30) -> list[list[Dials]]:
-    """Runs of the same mesh, at most so many together: what a hang or a death takes with it."""
+    """Group runs by mesh, at most `most` together: a hang or a death ends a whole group."""
     groups: dict[Axes, list[Dials]] = {}
     for run in runs:
         groups.setdefault(run.axes, []).append(run)
@@ -262,30 +265,30 @@ def by_mesh(runs: Iterable[Dials], most: int = 30) -> list[list[Dials]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=[1, 2, 4, 8])
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs in whose name all these stand")
-    parser.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N runs, in their order")
-    parser.add_argument("--fp8", action="store_true", help="products in 8 bits, of models in whole blocks of 128")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs whose name has all these words")
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="skip the first N runs")
+    parser.add_argument("--fp8", action="store_true", help="FP8 matmuls, on models in whole blocks of 128")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for run in everything(options.ranks) if set(options.only) <= set(str(run).split())]
     if not 0 <= options.after < len(runs):
-        parser.error(f"nothing to try: {len(runs)} runs are of these words and sizes, --after {options.after}")
+        parser.error(f"nothing to run: {len(runs)} runs match these words and sizes, --after {options.after}")
     total, runs = len(runs), [run for group in by_mesh(runs) for run in group][options.after :]
     began, done, wrong = time.monotonic(), options.after, 0
     with quiet(), tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder), "block" if options.fp8 else None)
         for group in by_mesh(runs):
             try:
-                found = matrix.findings(group)
+                findings = matrix.findings(group)
             except mw.RankError as error:
-                found = [[f"RUN {error}"], *([[]] * (len(group) - 1))]
-            for run, lines in zip(group, found, strict=True):
+                findings = [[f"RUN {error}"], *([[]] * (len(group) - 1))]
+            for run, lines in zip(group, findings, strict=True):
                 wrong += bool(lines)
                 for line in lines[:3]:
                     print(f"{run}: {line}", flush=True)
             done += len(group)
             print(f"{time.monotonic() - began:7.0f} s  {done} of {total} runs, {wrong} wrong", flush=True)
-    steps = len(runs) * len(BATCHES)
+    steps = len(runs) * len(matrix.batches)
     print(f"{'passed' if not wrong else 'FAILED'}: {len(runs)} runs, {steps} steps, {wrong} wrong")
     return int(wrong > 0)
 

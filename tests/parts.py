@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make matrix`: long lists are tried in part, whole with MESHWRIGHT_ALL=1."""
+"""`make test` runs a part of long lists; `make matrix` sets MESHWRIGHT_ALL=1 and runs them whole."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ ALL = bool(os.environ.get("MESHWRIGHT_ALL"))
 
 
 def every(step: int, cases: Iterable[T], first: int = 0) -> list[T]:
-    """Every second or third of them, in turn where `first` is the number of a mesh."""
+    """Return every second, third, ... case. `first`: where to begin, such as the number of a mesh."""
     listed = list(cases)
     return listed if ALL else listed[first % step :: step]

@@ -1,4 +1,4 @@
-"""Runs of the trainer on tiny models, for tests."""
+"""Run the trainer on tiny models."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def chats(path: Path, num: int = 150) -> Path:
 def source(at: Path, name: str) -> Path:
     changes = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
     at = tiny.directory(at, name, vocab_size=400, **changes)
-    found = copy.deepcopy(tokenizer())  # which other tests share
-    found.chat_template = GOOD["hybrid"]
-    found.save_pretrained(at)
+    saved = copy.deepcopy(tokenizer())  # other tests share the original
+    saved.chat_template = GOOD["hybrid"]
+    saved.save_pretrained(at)
     return at
 
 
 def file_of(at: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
-    """A run of a few steps, changed by `sections`."""
+    """Write the config of a run of a few steps, with changed `sections`."""
     config: dict[str, Any] = {
         "model": str(model), "out": str(at / "out"), "cache": str(at / "cache"),
         "data": [{"path": str(at / "chats.jsonl")}],
@@ -55,12 +55,12 @@ def file_of(at: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
 
 
 def lines(at: Path, kind: str = "step") -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (at / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    rows = map(json.loads, (at / "out" / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
 
 
 def losses(at: Path) -> list[float]:
-    """The last line of each step."""
+    """Return the losses of the last line of each step."""
     return [loss for _, loss in sorted({line["step"]: line["train/loss"] for line in lines(at)}.items())]
 
 
@@ -70,5 +70,5 @@ def trained(path: Path, *sets: str) -> str:
 
 def on_mesh(path: Path, mesh: Mapping[str, int], *sets: str) -> None:
     size = prod(n for axis, n in mesh.items() if axis != "ep")
-    given = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
-    worlds.run(size, functools.partial(trained, path, *given, *sets))
+    axes = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
+    worlds.run(size, functools.partial(trained, path, *axes, *sets))

@@ -1,10 +1,11 @@
-"""What a step holds beside parameters: what is found on the meta device is what torch counts in a run."""
+"""The memory of a step: the simulation on the meta device equals what torch counts in a run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +32,8 @@ from tests import parts, seeing, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS = 2048
-ALLOWED = 0.02  # the profiler counts what the host makes of data too
-ALLOWED_OF = {"ep": 0.06, "selective": 0.06}  # a rank whose experts are sent more rows than others holds more
+ALLOWED = 0.02  # the profiler also counts data on the host
+ALLOWED_OF = {"ep": 0.06, "selective": 0.06}  # a rank whose experts get more rows than others holds more
 CASES = [
     *((name, {}, kind) for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe") for kind in ("none", "full")),
     *((name, {}, "selective") for name in ("qwen3_moe", "qwen3_5")),
@@ -49,65 +50,67 @@ def case_id(case: Any) -> str:
     return f"{name}-{trials.named(mesh)}-{kind}"
 
 
+def share_of_counted(config: Mapping[str, Any], mesh: Mapping[str, int], memory: mw.MemoryOptions, *rest: int) -> float:
+    """Divide the simulated bytes by those that torch counts."""
+    request = Case(config, mesh, F32, memory, *rest)
+    return sum(planned(request).values()) / counted(request)
+
+
 @pytest.mark.parametrize("case", parts.every(5, CASES), ids=case_id)
-def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
+def test_simulation_equals_torch(case: tuple[str, Mapping[str, int], str]) -> None:
     name, mesh, kind = case
-    case = Case(tiny.of(name), mesh, F32, mw.MemoryOptions(recompute=kind), TOKENS)
-    due = sum(planned(case).values())
     allowed = max(ALLOWED, *(ALLOWED_OF.get(each, 0.0) for each in (kind, *mesh)))
-    assert due / counted(case) == pytest.approx(1, abs=allowed)
+    share = share_of_counted(tiny.of(name), mesh, mw.MemoryOptions(recompute=kind), TOKENS)
+    assert share == pytest.approx(1, abs=allowed)
 
 
-SENT = [
+FEWER_BYTES_SENT = [
     ("qwen3_moe", dict(fsdp=2, ep=2), mw.MemoryOptions(token_once=True)),
     ("qwen3_5_moe", dict(tp=2, ep=2), mw.MemoryOptions("full", token_once=True)),
     ("qwen3", dict(fsdp=2), mw.MemoryOptions(narrow_grads=True)),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "memory"), SENT, ids=str)
-def test_what_torch_counts_where_less_is_sent(name: str, mesh: dict[str, int], memory: mw.MemoryOptions) -> None:
-    case = Case(tiny.of(name), mesh, F32, memory, TOKENS)
+@pytest.mark.parametrize(("name", "mesh", "memory"), parts.every(2, FEWER_BYTES_SENT), ids=str)
+def test_simulation_of_fewer_bytes_sent(name: str, mesh: dict[str, int], memory: mw.MemoryOptions) -> None:
     allowed = ALLOWED_OF["ep"] if "ep" in mesh else ALLOWED
-    assert sum(planned(case).values()) / counted(case) == pytest.approx(1, abs=allowed)
+    assert share_of_counted(tiny.of(name), mesh, memory, TOKENS) == pytest.approx(1, abs=allowed)
 
 
 LARGE = dict(vocab_size=4096, intermediate_size=512)
-COME = [
+FIRST_BACKWARD = [
     ("qwen3", {}, "none", 256), ("qwen3", {}, "full", 64), ("qwen3_moe", dict(fsdp=2), "none", 256),
     ("qwen3", dict(pp=2), "none", 256), ("qwen3_moe", dict(fsdp=2), "full", 64), ("qwen3", dict(tp=2), "none", 512),
     ("qwen3_tied", dict(pp=2), "none", 16),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh", "kind", "tokens"), parts.every(3, COME), ids=str)
+@pytest.mark.parametrize(("name", "mesh", "kind", "tokens"), parts.every(3, FIRST_BACKWARD), ids=str)
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_gradients_come_while_activations_go(
+def test_gradients_replace_activations(
     name: str, mesh: dict[str, int], kind: Any, tokens: int, num_batches: int
 ) -> None:
-    """Of models with many parameters for their tokens, whose gradients take as much."""
-    case = Case(tiny.of(name, **LARGE), mesh, F32, mw.MemoryOptions(recompute=kind), tokens, num_batches)
-    due, found = planned(case), counted(case)
-    assert sum(due.values()) / found == pytest.approx(1, abs=0.03)
+    """Gradients take as many bytes as activations where a model has many parameters for its tokens."""
+    memory = mw.MemoryOptions(recompute=kind)
+    assert share_of_counted(tiny.of(name, **LARGE), mesh, memory, tokens, num_batches) == pytest.approx(1, abs=0.03)
 
 
-def test_kinds_of_layers_that_stand_apart() -> None:
-    """Those behind have their gradients while those in front still keep what they want for backward."""
+def test_two_kinds_of_layers_in_turn() -> None:
+    """Late layers have gradients while early ones still hold activations."""
     config = tiny.of("qwen3_moe", num_hidden_layers=24, mlp_only_layers=[*range(12)], num_experts=64)
-    case = Case(config, {}, F32, mw.MemoryOptions(), 256, 1)
-    assert sum(planned(case).values()) / counted(case) == pytest.approx(1, abs=0.05)
+    assert share_of_counted(config, {}, mw.MemoryOptions(), 256, 1) == pytest.approx(1, abs=0.05)
 
 
-def test_where_gradients_of_weights_come_late_all_are_counted() -> None:
-    """What they are made of is there until then."""
+def test_zero_bubble_counts_all_gradients() -> None:
+    """Their operands are held until the weight gradients are computed."""
     recipe = Recipe(pipeline=mw.Pipeline("zero-bubble"))
     spec = Blueprint.of(tiny.of("qwen3", **LARGE), None, recipe).spec
     held = most_held(spec, Axes(pp=2), 0, replace(passing(num_batches=2), tokens=16))
-    mine = [param for stage in spec.stages(Axes(pp=2), 0) for unit in stage.units for param in unit.params]
-    assert held[GRADIENTS] == 4 * sum(spec.table[name].numel for name in mine)
+    local = [param for stage in spec.stages(Axes(pp=2), 0) for unit in stage.units for param in unit.params]
+    assert held[GRADIENTS] == 4 * sum(spec.table[name].numel for name in local)
 
 
-def test_a_tower_has_gradients_too() -> None:
+def test_gradients_of_a_tower_are_counted() -> None:
     blueprint = Blueprint.of(seeing.of("qwen3_vl"), None, Recipe(tower=True))
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     all_at_once, fullest = (
@@ -117,7 +120,7 @@ def test_a_tower_has_gradients_too() -> None:
     assert all_at_once <= fullest
 
 
-def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
+def test_a_second_micro_batch_meets_all_gradients() -> None:
     blueprint = Blueprint.of(tiny.of("qwen3", **LARGE))
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     first, second = (
@@ -129,7 +132,7 @@ def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
     assert sum(first.values()) < sum(second.values())
 
 
-# A few layers of each kind run. The others are added.
+# A few layers of each kind run; the others are extrapolated.
 
 
 def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int]]:
@@ -137,8 +140,10 @@ def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(pp=2)], ids=str)
-def test_frozen_layers_keep_what_a_gradient_asks_for(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before what is trained keep nothing, though those behind it have the same in them."""
+def test_frozen_layers_hold_activations_for_earlier_gradients(
+    mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers before the trained one hold nothing, though equal layers after it do."""
     spec = Blueprint.of(tiny.of("qwen3", num_hidden_layers=12)).spec
     for name, parameter in spec.module.named_parameters():
         parameter.requires_grad_(name.startswith("layers.7.mixer."))
@@ -148,18 +153,19 @@ def test_frozen_layers_keep_what_a_gradient_asks_for(mesh: dict[str, int], monke
     assert held == [most_held(spec, Axes(**mesh), rank, work) for rank in ranks]
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
-def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is to the byte what it is where all layers run, once all gradients are there."""
+@pytest.mark.parametrize(
+    ("name", "kind"), parts.every(2, product(["qwen3_moe", "qwen3_5", "qwen3"], ["none", "selective", "full"]))
+)
+def test_layers_of_a_kind_hold_equal_bytes(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extrapolated bytes equal those of a run of all layers, once all gradients exist."""
     more = dict(num_hidden_layers=6, mlp_only_layers=[1, 4], layer_types=["linear_attention", "full_attention"] * 3)
     config = tiny.of(name)
     spec, work = Blueprint.of({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
     several = replace(work, num_batches=2)
-    first, found = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
+    first, second = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
     monkeypatch.setattr(simulate, "_kinds", each_alone)
-    assert most_held(spec, Axes(tp=2), 0, several) == found
-    # in the first backward it matters when each layer's gradients come
+    assert most_held(spec, Axes(tp=2), 0, several) == second
+    # the first backward depends on when each layer's gradients are made
     assert sum(most_held(spec, Axes(tp=2), 0, work).values()) == pytest.approx(sum(first.values()), rel=0.03)
 
 
@@ -167,7 +173,7 @@ def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> S
     return StepWork(256, num_batches, BF16, mw.MemoryOptions(recompute=kind), device)
 
 
-def test_what_is_freed_is_not_held() -> None:
+def test_freed_tensors_are_not_counted() -> None:
     known = torch.empty(100, device="meta")
     with Live([known]) as live:
         a = known + 1
@@ -175,28 +181,28 @@ def test_what_is_freed_is_not_held() -> None:
         assert live.now == 800
         view = b.view(10, 10)
         del a, b
-        assert live.now == 400, "a view holds what it looks at"
+        assert live.now == 400, "a view holds its storage"
         del view
         known.mul_(2)
         assert (live.now, live.most.total) == (0, 800)
 
 
-# Devices that are not here.
+# Devices that this machine lacks.
 
 MESHES = [dict(fsdp=2, tp=2), dict(cp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(fsdp=2, cp=2, tp=2, ep=4)]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
-def test_a_gpu_is_planned_for_on_any_mesh(name: str) -> None:
+@pytest.mark.parametrize("name", parts.every(2, ["qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]))
+def test_recomputation_saves_memory_of_gpus(name: str) -> None:
     for sizes in MESHES:
         spec = Blueprint.of(tiny.of(name)).spec
         held = {kind: held_by(spec, Axes(**sizes), passing(kind)) for kind in ("none", "selective", "full")}
-        # of a stage with one layer they save nothing
+        # a stage with one layer saves nothing
         assert 0 < held["full"] < 1.01 * held["selective"] < 1.02 * held["none"], (sizes, held)
 
 
-def test_its_kernels_hold_no_scores() -> None:
-    """Of attention they keep operands and results, of the delta rule operands and a system for each chunk."""
+def test_attention_kernels_of_gpus_hold_no_scores() -> None:
+    """They hold operands and results."""
     T, heads, kv, K = 100, 8, 2, 16
     q, k, v = (torch.empty(T, n, K, dtype=BF16, device="meta", requires_grad=True) for n in (heads, kv, kv))
     with meta_kernels.planned_for("cuda"), Live([q, k, v]) as live:
@@ -206,8 +212,8 @@ def test_its_kernels_hold_no_scores() -> None:
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]  # type: ignore[union-attr]
 
 
-def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
-    """The last rank holds one micro-batch in 1F1B, and in zero bubble those whose weight gradients wait."""
+def test_a_late_schedule_holds_operands_of_weight_gradients() -> None:
+    """The last rank holds one micro-batch in 1F1B, and in zero bubble all with pending weight gradients."""
     spec = Blueprint.of(tiny.of("qwen3", num_hidden_layers=4)).spec
     work = passing(num_batches=4)
     for rank in (0, 1):
@@ -227,19 +233,19 @@ def test_a_rank_of_16384_is_planned_in_a_second() -> None:
     assert 10**9 < held < 10**12
 
 
-def test_a_model_that_is_armed_is_planned_as_one_that_is_not() -> None:
-    """What is compiled is bound to its layers, and would run these: on their device, and not on paper."""
-    fresh, armed = (Blueprint.of(tiny.of("qwen3")).spec for _ in range(2))
-    for layer in armed.module.layers.values():
+def test_simulation_does_not_run_compiled_layers() -> None:
+    """A compiled method is bound to its layer, and would run it on its device."""
+    plain, compiled = (Blueprint.of(tiny.of("qwen3")).spec for _ in range(2))
+    for layer in compiled.module.layers.values():
         layer.run = lambda *_: pytest.fail("the layer itself ran")
-    assert held_by(armed, Axes(), passing()) == held_by(fresh, Axes(), passing())
+    assert held_by(compiled, Axes(), passing()) == held_by(plain, Axes(), passing())
 
 
 def held_by(spec: ShardingSpec, axes: Axes, work: StepWork, rank: int = 0) -> int:
     return sum(most_held(spec, axes, rank, work).values())
 
 
-def test_it_is_part_of_what_a_rank_needs() -> None:
+def test_need_includes_the_step() -> None:
     blueprint, axes = Blueprint.of(tiny.of("qwen3")), Axes(fsdp=2)
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     most, need = (
@@ -255,10 +261,10 @@ def test_it_is_part_of_what_a_rank_needs() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])
-def test_a_run_is_warned_before_it_loads(
+def test_a_run_warns_before_it_loads(
     num_bytes: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its parameters would do, and what passes through them would not."""
+    """Its parameters fit, but its activations do not."""
     monkeypatch.setattr(logger, "propagate", True)
     source = tiny.directory(tmp_path / "m", "qwen3")
     config = mw.train.config_of(
@@ -267,30 +273,27 @@ def test_a_run_is_warned_before_it_loads(
     memory = Memory(num_bytes, num_bytes, shared=True)
     mesh: Any = SimpleNamespace(rank=0, memory=memory, least_bytes=num_bytes)
     warn_of_memory(config, mesh)
-    told = [record.getMessage() for record in caplog.records if "probably fail" in record.getMessage()]
-    assert len(told) == warned
-    assert all("activations" in each and "choose" in each for each in told)
-    for changed in (dict(train="*norm*"), dict(dtype="float32"), dict(compiled=True)):  # of which nothing is planned
+    messages = [record.getMessage() for record in caplog.records if "probably fail" in record.getMessage()]
+    assert len(messages) == warned
+    assert all("activations" in each and "choose" in each for each in messages)
+    for changed in (dict(train="*norm*"), dict(dtype="float32"), dict(compiled=True)):  # not simulated
         caplog.clear()
         warn_of_memory(config.model_copy(update={"train": config.train.model_copy(update=changed)}), mesh)
         assert not caplog.records
 
 
 @pytest.mark.parametrize("pipeline", [mw.Pipeline("v"), mw.Pipeline(stages=2, hold=True), mw.Pipeline(hold=True)])
-def test_what_a_pipeline_holds_is_there_at_every_moment(pipeline: mw.Pipeline) -> None:
-    """Of all stages of the rank: no less than all that they gather."""
-    blueprint, axes = (
-        Blueprint.of(tiny.of("qwen3", num_hidden_layers=8)).with_options(pipeline=pipeline),
-        Axes(pp=2, fsdp=2),
-    )
-    if pipeline.hold is None:
-        blueprint = blueprint.with_options(pipeline=replace(pipeline, hold=True))
+def test_held_gathers_of_a_pipeline_are_counted(pipeline: mw.Pipeline) -> None:
+    """All gathers of all stages of a rank count at every moment."""
+    held_pipeline = pipeline if pipeline.hold is not None else replace(pipeline, hold=True)
+    blueprint = Blueprint.of(tiny.of("qwen3", num_hidden_layers=8)).with_options(pipeline=held_pipeline)
+    axes = Axes(pp=2, fsdp=2)
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     whole = {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held).stored(0)}[GATHERED]
     assert whole <= most_held(blueprint.spec, axes, 0, passing("full", 4))[GATHERED] < 1.5 * whole
 
 
-def test_offload_is_a_way_out_by_its_own_figures() -> None:
+def test_offload_is_suggested_only_where_it_fits() -> None:
     blueprint = Blueprint.of(tiny.of("qwen3", num_hidden_layers=8))
     held, work = held_while_training(BF16, frozenset(blueprint.table.params)), passing()
     need = Need(blueprint.spec, Axes(), held, work)
@@ -302,8 +305,8 @@ def test_offload_is_a_way_out_by_its_own_figures() -> None:
     assert "offload" not in ways_out(need, Memory(device - 1, 10**9, shared=False))
 
 
-def test_a_model_that_reads_values_is_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of it before it runs, and that stops no run."""
+def test_no_warning_for_a_model_that_reads_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be simulated, which stops no run."""
     source = tiny.directory(tmp_path / "m", "qwen3")
     config = mw.train.config_of(model=str(source), out=str(tmp_path / "out"), data=[{"path": "a.jsonl"}])
     forward = Decoder.forward

@@ -30,6 +30,8 @@ PUBLIC = (
     "load",
     "init",
     "save",
+    "export",
+    "check_export",
     "pack",
     "batches",
     "weight",

@@ -1,4 +1,4 @@
-"""What products take in 8 bits is gathered in 8 bits, and no number differs from quantising after the gather."""
+"""FP8 all-gathers send the codes of FP8 matmuls. Every number equals that of quantising after the gather."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.words import words
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 SAVED: dict[str, dict[str, Any]] = {
-    "": {}, "full": dict(recompute="full"), "selective": dict(recompute="selective"), "kept": dict(reshard=False),
+    "": {}, "full": dict(recompute="full"), "selective": dict(recompute="selective"), "gathered": dict(reshard=False),
     "once": dict(gather_once=True, sum_once=True), "host": dict(offload=True), "compiled": dict(compiled=True),
 }  # fmt: skip
 NUM = 3 if parts.ALL else 2  # micro-batches: the first gathers new weights, each later one what it gathered
-USUAL = ("", "full", "selective", "kept", "once")
+USUAL = ("", "full", "selective", "gathered", "once")
 SHAPES = {
     "": mw.Pipeline(),
     "at each use": mw.Pipeline(hold=False),
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def small(name: str, layers: int) -> dict[str, Any]:
-    """A layer of each kind in whole blocks."""
+    """Return a config with a layer of each kind in whole blocks."""
     changes = dict(
         hidden_size=128, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[],
         num_attention_heads=2, intermediate_size=256, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -78,25 +78,25 @@ ALL = [
     *(Case("qwen3", dict(fsdp=2), dtype, saved) for dtype, saved in itertools.product((BF16, F64, F32), USUAL)),
     *(Case("qwen3_moe", dict(fsdp=3), dtype, saved) for dtype, saved in itertools.product((F32, BF16, F64), USUAL)),
     *(Case("qwen3_5", dict(fsdp=2, tp=2), dtype) for dtype in (F64, BF16)),
-    *(Case("qwen3", HSDP, dtype, saved) for dtype, saved in ((F64, "kept"), (BF16, "full"))),
+    *(Case("qwen3", HSDP, dtype, saved) for dtype, saved in ((F64, "gathered"), (BF16, "full"))),
     *(Case("qwen3_5", dict(fsdp=2, cp=2), dtype, "selective") for dtype in (BF16, F64)),  # cp: also tests/test_fp8.py
     *(Case(name, dict(fsdp=2, ep=2), F32) for name in ("qwen3_5_moe", "qwen3_moe")),
     *(Case(name, dict(fsdp=4, ep=2), saved=saved) for name, saved in (("qwen3_moe", ""), ("qwen3_5_moe", "full"))),
     *(Case("qwen3_moe", dict(pp=2, fsdp=2), shape=shape) for shape in ("late", "", "at each use", "v")),
     Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
-    Case("qwen3_5_moe", dict(fsdp=3), BF16, "kept"),
+    Case("qwen3_5_moe", dict(fsdp=3), BF16, "gathered"),
     Case("qwen3_tied", dict(replicate=2), F32),  # the shards are one rank: nothing is gathered
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3_moe", dict(fsdp=2), F32, more=dict(fp8_skip=["*.k.*", "*.experts.down", "layers.0.mixer*"])),
-    Case("qwen3", dict(fsdp=2), F32, "compiled"),  # so is it
+    Case("qwen3", dict(fsdp=2), F32, "compiled"),  # compiled modules gather in the compute dtype
 ]  # fmt: skip
 FEW = [
     Case("qwen3", dict(fsdp=2), BF16, "full"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
-    Case("qwen3", dict(fsdp=2), F32, "host"),  # as it was
-    Case("qwen3_moe", dict(fsdp=3), BF16, "kept"),
+    Case("qwen3", dict(fsdp=2), F32, "host"),  # offloaded parameters are gathered in the compute dtype
+    Case("qwen3_moe", dict(fsdp=3), BF16, "gathered"),
     Case("qwen3_5", dict(fsdp=2), F64, "selective"),
-    Case("qwen3", HSDP, F32, "once"),
+    Case("qwen3", dict(fsdp=2), F32, "once"),
     Case("qwen3_moe", dict(fsdp=2, tp=2, ep=2), F32),
     Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
 ]
@@ -109,26 +109,26 @@ def load(case: Case, source: Path) -> mw.Model:
     return mw.load(source, trials.mesh_of(dict(case.mesh)), dtype=case.dtype, fp8="block", **options)
 
 
-def told_by(model: mw.Model) -> dict[str, Tensor]:
-    """All that two steps of two or three micro-batches say, and what is said of weights that were written into."""
-    engine, said = mw.Engine(model, lr=1e-2, router_aux="previous"), dict[str, Tensor]()
+def results_of(model: mw.Model) -> dict[str, Tensor]:
+    """Return all results of two steps, and those of weights that were modified in place."""
+    engine, results = mw.Engine(model, lr=1e-2, router_aux="previous"), dict[str, Tensor]()
     batches = [*tiny.batches(model.mesh.data_rank), *tiny.batches(model.mesh.data_rank + 8)][:NUM]
     for step in range(2):
-        said[f"logprobs before {step}"] = mw.logprobs(model, batches[0])
-        said[f"loss {step}"] = torch.tensor(engine.backward(batches))
-        said |= {f"gradient {step} of {name}": grad.clone() for name, grad in model.grads().items()}
+        results[f"logprobs before {step}"] = mw.logprobs(model, batches[0])
+        results[f"loss {step}"] = torch.tensor(engine.backward(batches))
+        results |= {f"gradient {step} of {name}": grad.clone() for name, grad in model.grads().items()}
         engine.update()
-        said |= {f"{name} after {step}": stored.clone() for name, stored in model.stored().items()}
+        results |= {f"{name} after {step}": stored.clone() for name, stored in model.stored().items()}
     for stored in model.stored().values():
         stored.mul_(1.25)
-    said["logprobs of other weights"] = mw.logprobs(model, batches[1])
-    said["loss of other weights"] = torch.tensor(engine.evaluate(batches))
-    return said
+    results["logprobs of other weights"] = mw.logprobs(model, batches[1])
+    results["loss of other weights"] = torch.tensor(engine.evaluate(batches))
+    return results
 
 
 @contextmanager
 def after_the_gather() -> Iterator[None]:
-    """Products round what FSDP has gathered in the compute dtype."""
+    """Quantise in matmuls what FSDP gathers in the compute dtype."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8_gather, "_attach_hooks", lambda _: None)
         patch.setattr(fp8_gather.Fp8Gather, "check", lambda _: None)
@@ -136,13 +136,13 @@ def after_the_gather() -> Iterator[None]:
 
 
 def both(case: Case, source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """What is said of numbers that were gathered, and of gathered values; and the bytes that all-gathers took."""
-    seen, _ = [], trials.mesh_of(dict(case.mesh))  # made before, since its making is no gather of weights
+    """Return the results with gathered codes and with gathered values, and the bytes of all-gathers in both."""
+    runs, _ = [], trials.mesh_of(dict(case.mesh))  # a mesh has all-gathers of its own, so it is made before
     for around in (trials.nullcontext(), after_the_gather()):
         with around, Recorder() as recorder:
-            said = told_by(load(case, source))
-        seen.append((said, sum(each.num_bytes for each in recorder.collectives if each.op == "all_gather")))
-    (low, low_bytes), (wide, wide_bytes) = seen
+            results = results_of(load(case, source))
+        runs.append((results, sum(each.num_bytes for each in recorder.collectives if each.op == "all_gather")))
+    (low, low_bytes), (wide, wide_bytes) = runs
     return low, wide, [low_bytes, wide_bytes]
 
 
@@ -155,29 +155,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def layers_of(case: Case) -> int:
-    """As many as stages; of each kind one; on two ranks of FSDP two of a kind."""
+    """Return as many layers as stages, one of each kind, or two where layers are gathered again or once."""
     if "pp" in case.mesh:
-        return 4
-    return 2 if parts.ALL or case.name.startswith("qwen3_5") or case.mesh == dict(fsdp=2) else 1
+        return 4 if parts.ALL else 2
+    return 2 if parts.ALL or case.name.startswith("qwen3_5") or case.saved in ("full", "once") else 1
 
 
 @pytest.fixture(scope="module")
 def ran(source: Callable[..., Path]) -> Callable[[str], Any]:
-    """Cases of one mesh share a world."""
-    groups: dict[str, list[str]] = {}
-    for name, case in CASES.items():
-        groups.setdefault(str(case.mesh), []).append(name)
+    """Run all cases of a mesh in one world."""
 
     def run(group: Any) -> Any:
         cases = {name: CASES[name] for name in group}
         acts = {name: functools.partial(both, case, source(case.name, layers_of(case))) for name, case in cases.items()}
         return worlds.in_turn(trials.world_of(dict(CASES[group[0]].mesh)), acts, seconds=120)
 
-    return worlds.Shared([*groups.values()], run)
+    return worlds.shared({name: case.mesh for name, case in CASES.items()}, run)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_not_a_bit_differs(ran: Callable[[str], Any], case: str) -> None:
+def test_results_are_bitwise_equal(ran: Callable[[str], Any], case: str) -> None:
     for low, wide, _ in ran(case):
         assert low.keys() == wide.keys()
         for what in low:
@@ -191,8 +188,8 @@ BILLED = parts.every(
     6,
     [
         Case("qwen3_5_moe", dict(fsdp=2, ep=2), BF16, "full"),
-        Case("qwen3", dict(fsdp=2), F64, "kept"),
-        Case("qwen3_moe", dict(fsdp=3), F64, "kept"),
+        Case("qwen3", dict(fsdp=2), F64, "gathered"),
+        Case("qwen3_moe", dict(fsdp=3), F64, "gathered"),
         Case("qwen3_moe", dict(pp=2, fsdp=2), F64, shape="late"),
         Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
         Case("qwen3_tied", HSDP, F64),
@@ -210,12 +207,12 @@ def trial(case: Case, source: Path) -> trials.Trial:
 
 @pytest.mark.parametrize("case", BILLED, ids=str)
 def test_every_oracle(source: Callable[[str], Path], case: Case) -> None:
-    """Every product is what its definition makes of what ranks store; every collective has the bytes of the bill."""
-    assert trials.findings(trial(case, source(case.name))) == []
+    """Every matmul follows its definition from the stored shards; every collective has the bytes of the bill."""
+    assert trials.findings(trial(case, source(case.name, layers_of(case)))) == []
 
 
-def test_plan_counts_bytes() -> None:
-    """Of a layer of a real size: a byte for each element of its matrices, and of the rest two."""
+def test_plan_counts_one_byte_per_fp8_element() -> None:
+    """A layer of a real size takes a byte for each element of its matrices, and two for all others."""
     config = dict(
         model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -235,11 +232,11 @@ def test_plan_counts_bytes() -> None:
     assert gathered[0] - gathered[1] == numel // 36 - low_bytes[SCALES]  # the largest two: embedding and a layer
 
 
-# Bugs: what is planted changes what a run says, or its bill.
+# Planted bugs change the results of a run, or its bill.
 
 
 def of_own_rows(patch: pytest.MonkeyPatch) -> None:
-    """The largest value of a block is that of a rank's own rows."""
+    """Take the largest value of a block from the rows of one rank."""
     patch.setattr(Mesh, "all_reduce_max_", lambda _mesh, x, *_: x)
 
 
@@ -255,7 +252,7 @@ def of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def of_unrounded(patch: pytest.MonkeyPatch) -> None:
-    """Scales are those of the masters in float32."""
+    """Compute scales from the float32 masters."""
     find = fp8_gather._Matrix.find_amax
     patch.setattr(fp8_gather._Matrix, "find_amax", lambda matrix: find(replace(matrix, compute=F32)))
 
@@ -274,26 +271,26 @@ PLANTED = Case("qwen3", dict(fsdp=2))
 @functools.cache
 def of_gathered_values(source: Path) -> dict[str, Tensor]:
     with after_the_gather():
-        return told_by(load(PLANTED, source))
+        return results_of(load(PLANTED, source))
 
 
 def with_bug(bug: str, source: Path) -> bool:
-    """Whether all is as it is of gathered values."""
-    due = of_gathered_values(source)
+    """Compare the results with those of gathered values."""
+    expected = of_gathered_values(source)
     with pytest.MonkeyPatch.context() as patch:
         BUGS[bug](patch)
-        said = told_by(load(PLANTED, source))
-    return all(torch.equal(said[what], due[what]) for what in due)
+        results = results_of(load(PLANTED, source))
+    return all(torch.equal(results[what], expected[what]) for what in expected)
 
 
-def test_planted_bugs_are_seen(source: Callable[..., Path]) -> None:
-    found = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3", 1)) for bug in BUGS})
-    assert found.pop("") == [True] * 2
-    assert not any(all(of_ranks) for of_ranks in found.values()), found
+def test_planted_bugs_change_results(source: Callable[..., Path]) -> None:
+    equal = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3", 1)) for bug in BUGS})
+    assert equal.pop("") == [True] * 2
+    assert not any(all(of_ranks) for of_ranks in equal.values()), equal
 
 
 def with_scales_of_shards(source: Path) -> list[str]:
-    """Return what Q1 says of a rank."""
+    """Return the findings of Q1 on a rank."""
     with pytest.MonkeyPatch.context() as patch:
         fp8_plants.scale_of_shard(patch)
         tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
@@ -301,39 +298,39 @@ def with_scales_of_shards(source: Path) -> list[str]:
         return [str(each) for each in q1_matmuls(engine, tried.batches(engine.model, 0), Notes())]
 
 
-def test_a_scale_of_a_shard_is_named(source: Callable[..., Path]) -> None:
-    """Where nothing is planted, `test_every_oracle` asks Q1 of the same products, and it finds nothing."""
+def test_q1_names_scales_of_a_shard(source: Callable[..., Path]) -> None:
+    """`test_every_oracle` runs Q1 on the same matmuls without a bug."""
     for of_rank in worlds.run(2, with_scales_of_shards, source("qwen3", 1)):
-        told = next(line for line in of_rank if "layers.0.mixer.q.weight" in line)
-        assert re.search(words("scales are not those of the values", "some of its rows, as of a shard"), told)
+        line = next(line for line in of_rank if "layers.0.mixer.q.weight" in line)
+        assert re.search(words("scales are not those of the values", "some of its rows, as of a shard"), line)
 
 
-def test_a_gather_of_values_is_not_in_the_bill(source: Callable[[str], Path]) -> None:
-    tried = trial(Case("qwen3", dict(fsdp=2), BF16), source("qwen3"))
-    (found,) = trials.findings_in_turn({"it": tried}, lambda _: after_the_gather()).values()
-    assert {(each.oracle, each.name) for each in found} == {("K1", "all_gather")}
+def test_k1_detects_a_gather_of_values(source: Callable[..., Path]) -> None:
+    tried = trial(Case("qwen3", dict(fsdp=2), BF16), source("qwen3", 1))
+    (findings,) = trials.findings_in_turn({"it": tried}, lambda _: after_the_gather()).values()
+    assert {(each.oracle, each.name) for each in findings} == {("K1", "all_gather")}
 
 
-def told_of_lost_hooks(source: Path) -> list[str]:
-    """On the last rank alone: every rank must hear of it."""
+def errors_of_lost_hooks(source: Path) -> list[str]:
+    """Drop the hooks of a parameter on the last rank alone. Every rank must raise an error."""
     model = load(Case("qwen3", dict(fsdp=2)), source)
     engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank)
     engine.step(batches)
     if model.mesh.rank:
         local = model.parameter("layers.1.mixer.o.weight")._local_tensor  # type: ignore[attr-defined] # a DTensor
         vars(local).clear()
-    told = []
+    errors = []
     for call in (lambda: engine.step(batches), lambda: mw.logprobs(model, batches[0])):
         with pytest.raises(mw.MeshwrightError) as raised:
             call()
-        told.append(str(raised.value))
-    return told
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_a_lost_hook_is_an_error_on_every_rank(source: Callable[[str], Path]) -> None:
-    for of_rank in worlds.run(2, told_of_lost_hooks, source("qwen3")):
-        for told in of_rank:
-            assert re.search(words(r"layers\.1\.mixer\.o\.weight was replaced", r"model\.stored\(\)"), told)
+    for of_rank in worlds.run(2, errors_of_lost_hooks, source("qwen3")):
+        for message in of_rank:
+            assert re.search(words(r"layers\.1\.mixer\.o\.weight was replaced", r"model\.stored\(\)"), message)
 
 
 # One matrix, without ranks.
@@ -341,8 +338,10 @@ def test_a_lost_hook_is_an_error_on_every_rank(source: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 48, 300])
 @pytest.mark.parametrize("compute", [BF16, F32, F64])
-def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it is cut, also in more shards than it has rows: numbers and scales are those of the whole."""
+def test_codes_of_shards_equal_those_of_the_matrix(
+    num_shards: int, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix may have fewer rows than shards."""
     monkeypatch.setattr(fp8_gather, "_PART", 128 * 128)
     wide = torch.promote_types(compute, F32)
     whole = torch.randn(256, 384, generator=torch.Generator().manual_seed(3), dtype=wide).exp()
@@ -357,28 +356,28 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     ]
     for each in made:
         each.find_amax()
-    found = fp8_matmul.scales_of(torch.stack(scales).amax(0))
+    shared = fp8_matmul.scales_of(torch.stack(scales).amax(0))
     sent = []
     for each in made:
-        each.scales.copy_(found)
+        each.scales.copy_(shared)
         ((codes,), _) = each.send(SimpleNamespace(size=lambda: num_shards), whole.shape, None, None, None)
         sent.append(codes)
     assert {tuple(codes.shape) for codes in sent} == {(-(-256 // num_shards), 384)}
     got = made[0].receive((torch.cat(sent),), None, compute)
     assert got is not None
-    due = whole.to(compute)
-    assert (got[0].shape, got[0].dtype) == (due.shape, compute)
-    assert torch.equal(fp8_matmul.rounded_matrix(got[0]), fp8_matmul.rounded_matrix(due))
+    expected = whole.to(compute)
+    assert (got[0].shape, got[0].dtype) == (expected.shape, compute)
+    assert torch.equal(fp8_matmul.rounded_matrix(got[0]), fp8_matmul.rounded_matrix(expected))
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(4)).to(compute)
-    assert torch.equal(fp8_matmul.fp8_linear(x, got[0]), fp8_matmul.fp8_linear(x, due))
-    assert torch.equal(fp8_matmul.fp8_linear(x[:, :256], got[0].mT), fp8_matmul.fp8_linear(x[:, :256], due.mT))
+    assert torch.equal(fp8_matmul.fp8_linear(x, got[0]), fp8_matmul.fp8_linear(x, expected))
+    assert torch.equal(fp8_matmul.fp8_linear(x[:, :256], got[0].mT), fp8_matmul.fp8_linear(x[:, :256], expected.mT))
     assert torch.equal(
-        fp8_matmul.rounded_matrix(fp8_matmul.concat_weights([due[:128], got[0]])),
-        fp8_matmul.rounded_matrix(torch.cat([due[:128], due])),
+        fp8_matmul.rounded_matrix(fp8_matmul.concat_weights([expected[:128], got[0]])),
+        fp8_matmul.rounded_matrix(torch.cat([expected[:128], expected])),
     )
 
 
-def test_what_is_gathered_is_taken_for_nothing_else() -> None:
+def test_gathered_codes_refuse_other_operations() -> None:
     codes, scales = torch.zeros(256, 128, dtype=torch.uint8), torch.ones(2, 1)
     weight = torch.nn.Parameter(Quantised(codes, scales, BF16))
     experts = weight.unflatten(0, (2, -1))

@@ -1,9 +1,8 @@
-"""A few runs of the full matrix (`make matrix`) on up to 4 ranks, such that any two of its dials meet in all of their
-values. With MESHWRIGHT_ALL=1 also axes of size 8 with each other.
+"""A few runs of the full matrix (`make matrix`) on up to 4 ranks, in which any two options meet in all of their values.
+MESHWRIGHT_ALL=1 also pairs axes of size 4 with all options, and axes of size 8 with each other.
 
-Pairs that meet in tests/test_meshes.py need no run here: it has more oracles. Only its families without experts are
-counted, whose dials are all as there. The others are counted here alone: their routers train by an aux loss too, which
-they do not there.
+Pairs that meet in tests/test_meshes.py are left out: it has more oracles. Only its families without experts count,
+since routers of this file also train by an aux loss.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tests.test_meshes import CASES
 
 
 def proven() -> list[matrix.Dials]:
-    """What tests/test_meshes.py runs in float64, of the families without experts."""
+    """Return the float64 runs of tests/test_meshes.py without experts."""
     one = dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1)
     return [
         matrix.Dials(
@@ -36,16 +35,17 @@ RUNS = matrix.pairwise(EVERYTHING, PROVEN)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> matrix.Matrix:
-    return matrix.Matrix(tmp_path_factory.mktemp("matrix"))
+    batches = (1, 3) if parts.ALL else (1, 2)
+    return matrix.Matrix(tmp_path_factory.mktemp("matrix"), batches=batches)
 
 
 @pytest.mark.parametrize("runs", matrix.by_mesh(RUNS), ids=lambda runs: f"{runs[0].axes}".replace(" ", ","))
-def test_every_two_dials(made: matrix.Matrix, runs: list[matrix.Dials]) -> None:
+def test_every_two_options(made: matrix.Matrix, runs: list[matrix.Dials]) -> None:
     wrong = {str(run): lines[:3] for run, lines in zip(runs, made.findings(runs), strict=True) if lines}
     assert wrong == {}
 
 
-def test_pairs_are_all_there() -> None:
+def test_all_pairs_are_run() -> None:
     def met(runs: list[matrix.Dials]) -> set[object]:
         return set().union(*map(matrix.pairs_of, runs))
 

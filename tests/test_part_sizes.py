@@ -26,39 +26,60 @@ from meshwright.weights import open_source
 from tests import tiny, trials
 
 PACKAGE = Path(meshwright.__file__).parent
-# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests below.
+# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests here.
 TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 # Whole numbers of modules that cut nothing in parts, by what they are.
 OTHERS = {
-    "a format, or a definition of numbers": {"ops.fp8_matmul.BLOCK", "optim.int8_state.BLOCK", "optim.int8_state._ONE",
-        "weights.random_init._ROWS", "data.packing_plan.WINDOW", "engine.vision_sync._BITS", "weights.source._LOOKS",
-        "weights.source._LOOK", "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES"},
-    "which kernel is taken": {"ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE",
-        "ops.fused._TRIAL_ROWS", "ops.meta_kernels._CHUNK"},
-    "calls to the system or to others, who cut by themselves": {"checkpoint.copy._FILES_AT_ONCE",
-        "checkpoint.copy._PART_BYTES", "data.vision_files._ORIENTATION"},
+    "a format, or a definition of numbers": {
+        "ops.fp8_matmul.BLOCK", "optim.int8_state.BLOCK", "optim.int8_state._ONE", "weights.random_init._ROWS",
+        "data.packing_plan.WINDOW",
+        "engine.vision_sync._BITS", "weights.source._LOOKS", "weights.source._LOOK",
+        "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
+    },
+    "which kernel is taken": {
+        "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
+        "ops.meta_kernels._CHUNK",
+    },
+    "calls to the system or to others, who cut by themselves": {
+        "checkpoint.copy._FILES_AT_ONCE",
+        "checkpoint.copy._PART_BYTES", "data.vision_files._ORIENTATION",
+    },
     "how many ranks are a group of hosts, which tests/test_hosts.py varies": {"mesh.hosts.MOST"},
-    "a limit of what is accepted": {"weights.safetensors_header._MAX_JSON_BYTES",
-        "weights.safetensors_header._MAX_DIMS", "weights.safetensors_header._MAX_SIZE", "weights.quant_formats._WHOLE",
-        "models.hf_config.LARGEST", "models.hf_config._MOST_EXPERTS", "data.processor._MOST_OBLONG",
-        "memory.budget._MOST", "verify.diagnose.forward.RIGHT", "data.json_values._MOST_BYTES",
-        "data.packing_plan.MOST_DOCUMENTS", "data.row_files._ARRAY_BYTES", "data.template_sandbox._MOST_BITS",
+    "a limit of what is accepted": {
+        "weights.safetensors_header._MAX_JSON_BYTES", "weights.safetensors_header._MAX_DIMS",
+        "weights.safetensors_header._MAX_SIZE",
+        "weights.quant_formats._WHOLE", "models.hf_config.LARGEST", "models.hf_config._MOST_EXPERTS",
+        "data.processor._MOST_OBLONG", "memory.budget._MOST", "verify.diagnose.forward.RIGHT",
+        "data.json_values._MOST_BYTES", "data.packing_plan.MOST_DOCUMENTS", "data.row_files._ARRAY_BYTES",
+        "data.template_sandbox._MOST_BITS",
         "data.template_sandbox.MOST_CHARACTERS", "data.template_sandbox._MOST_BYTES", "data.template_sandbox._POLLS",
-        "data.template_sandbox._THREADS", "data.tokenizer._MOST_TEMPLATE_BYTES", "data.vision_files.MOST_PIXELS",
-        "train.config_checks.MOST_STEPS", "train.lock._MOST_BYTES"},
-    "limits of output": {"data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST",
-        "verify.weight_checks._MOST", "verify.report._MOST_FINDINGS", "train.display._MOST_LOSSES",
-        "train.display._PACE", "train.display._CELL", "train.metrics.WIDTH", "train.failure._LINES",
-        "train.loop._EXPERT_LOAD_EVERY", "train.metrics.HISTORY", "expert_collapse._FEWEST"},
-    "what verify and its models are made of": {"verify.small_data.LENGTH", "verify.small_data.FEW",
-        "verify.small_data.LONG", "verify.small_data._LEAST", "verify.small_model._WIDTH", "verify.small_model.ODD",
-        "verify.transformers_oracles._NOISE", "engine.gradient_start._TOKENS", "verify.rounding._LEAST",
-        "verify.weight_checks._LOOKED_AT", "verify.session._TINY"},
+        "data.template_sandbox._THREADS",
+        "data.tokenizer._MOST_TEMPLATE_BYTES", "data.vision_files.MOST_PIXELS", "train.config_checks.MOST_STEPS",
+        "train.lock._MOST_BYTES",
+    },
+    "what is shown or said, and how much of it": {
+        "data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST", "verify.weight_checks._MOST",
+        "verify.report._MOST_FINDINGS", "train.display._MOST_LOSSES", "train.display._PACE", "train.display._CELL",
+        "train.metrics.WIDTH", "train.failure._LINES", "train.loop._EXPERT_LOAD_EVERY", "train.metrics.HISTORY",
+        "expert_collapse._FEWEST",
+    },
+    "what verify and its models are made of": {
+        "verify.small_data.LENGTH", "verify.small_data.FEW", "verify.small_data.LONG", "verify.small_data._LEAST",
+        "verify.small_model._WIDTH",
+        "verify.small_model.ODD", "verify.transformers_oracles._NOISE", "engine.gradient_start._TOKENS",
+        "verify.rounding._LEAST",
+        "verify.weight_checks._LOOKED_AT", "verify.session._TINY",
+    },
+    "how much a program of a Triton kernel takes; tests/test_kernels_* cut across it": {
+        "ops.kernels.logits._BLOCK", "ops.kernels.logits._NUM_WARPS", "ops.kernels.fp8_blocks._SIDE",
+        "ops.kernels.fp8_blocks._ROWS", "ops.kernels.fp8_blocks._MATRIX_WARPS",
+        "ops.kernels.unused_experts._BLOCK", "ops.kernels.row_sums._BLOCK", "ops.kernels.adamw._BLOCK",
+    },
     "which small files are copied from where they lie (tests/test_export_places.py)": {
         "weights.small_files._KEPT_BYTES",
     },
 }  # fmt: skip
-NO_TENSORS = ("plan", "report")  # packages that estimate and draw
+NO_TENSORS = ("plan", "report")  # rooms that estimate and draw
 LEAST = 8  # a smaller number counts things, such as tries
 
 
@@ -92,11 +113,11 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PA
 
 
 def test_every_constant_that_cuts_is_registered() -> None:
-    """A new whole number in a module is a part size, or this file lists it as something else."""
+    """A new whole number in a module is a part size, or is said here to be something else."""
     known = set().union(*OTHERS.values())
-    result = {name for path in MODULES for name in numbers(path)}
-    assert result - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
-    assert {name for name in known if name not in result} - {"data.permute._MIX"} == set(), "it is not there any more"
+    found = {name for path in MODULES for name in numbers(path)}
+    assert found - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
+    assert {name for name in known if name not in found} - {"data.permute._MIX"} == set(), "it is not there any more"
 
 
 def registered() -> list[PartSize]:
@@ -107,21 +128,21 @@ def registered() -> list[PartSize]:
 
 
 def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
-    result = registered()
-    assert len({(each.module, each.name) for each in result}) == len(result)
-    whole = [vars(importlib.import_module(each.module))[each.name] for each in result]
-    assert whole == [each.size for each in result], "a name is not that of the constant"
+    found = registered()
+    assert len({(each.module, each.name) for each in found}) == len(found)
+    whole = [vars(importlib.import_module(each.module))[each.name] for each in found]
+    assert whole == [each.size for each in found], "a name is not that of the constant"
     with part_sizes_of(trials.trial(Path(), {})):
-        small = [vars(importlib.import_module(each.module))[each.name] for each in result]
-    assert small == [each.small for each in result]
-    assert [each for each in result if each.small >= each.size and each.name != "CHUNK"] == []
-    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in result]
-    packages = {each.module.split(".")[1] for each in result}
-    assert packages - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
+        small = [vars(importlib.import_module(each.module))[each.name] for each in found]
+    assert small == [each.small for each in found]
+    assert [each for each in found if each.small >= each.size and each.name != "CHUNK"] == []
+    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in found]
+    rooms = {each.module.split(".")[1] for each in found}
+    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test here that cuts them"
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:
-    """Ranks of the mesh have small parts; one process, and float32, keep the sizes of real runs."""
+    """On the ranks of the mesh; one process, and float32, keep the sizes of real runs."""
     plan = session.plan("tiny-qwen3", trials.Axes(), session.Options())
     tried = {dtype: session.trial_of(plan, dtype, Path()) for dtype in session.DTYPES}
     assert {dtype: trial.small_parts for dtype, trial in tried.items()} == {
@@ -143,7 +164,7 @@ def test_no_part_size_is_read_through_another_name() -> None:
                 assert not taken, f"{path}: {taken} is read once, where the function is made"
 
 
-def test_data_are_read_and_stored_in_parts(tmp_path: Path) -> None:
+def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
     recipe = TokenizeSpec(
@@ -171,7 +192,7 @@ def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_memory_that_no_code_writes_shows() -> None:
-    """Backward counts too, where a mode of torch would not be active."""
+    """In backward too, where a mode of torch would not be active."""
     x, weight_EOI = (torch.ones(*shape, requires_grad=True) for shape in ((2, 5), (3, 4, 5)))
     with poisoned_memory():
         x.register_hook(torch.empty_like)

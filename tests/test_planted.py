@@ -1,4 +1,4 @@
-"""What an oracle says of records that no run brings about. Bugs planted in what runs: tests/test_causes.py."""
+"""C1 on records that no run can make. tests/test_causes.py plants bugs in runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import tiny, trials, worlds
 
 
 def recorded_otherwise(trial: Trial, ref: Any) -> list[str]:
-    """What C1 says when the ranks wrote down other orders (with a watch nobody gets that far)."""
+    """Return the findings of C1 where ranks recorded different orders. The watch stops any such run earlier."""
     engine = trial.engine(mw.Mesh(fsdp=2))
     run = Run(trial, ref, engine)
     recorded = [RecordedCollective(op, (0, 1), 8) for op in ("all_gather", "all_reduce")]

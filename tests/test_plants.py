@@ -1,4 +1,4 @@
-"""`meshwright verify --plant`: every bug that it offers is found, and nobody can take the result for one without it."""
+"""`meshwright verify --plant`: oracles detect every bug it offers, and its output says that a bug is planted."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from meshwright.cli import main
 from meshwright.verify.planted_bugs import BUGS
 from meshwright.verify.report import ROWS
-from tests import seeing, tiny, trials
+from tests import parts, seeing, tiny, trials
 from tests.words import words
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """On a rank, which ends with the trial."""
+    """Plant a bug for the life of a rank, which ends with the trial."""
     BUGS[name].plant()
     yield
 
@@ -40,47 +42,47 @@ FIRST = {
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_found(source: Path, name: str) -> None:
+def test_first_finding_names_the_bug(source: Path, name: str) -> None:
     mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(fsdp=2)
-    found = trials.findings_in_turn({name: trials.trial(source, mesh)}, planted)[name]
-    assert found
-    found.sort(key=lambda finding: ROWS.index(finding.oracle))  # as verify prints them
-    assert re.match(FIRST[name], str(found[0])), [str(finding) for finding in found[:3]]
+    findings = trials.findings_in_turn({name: replace(trials.trial(source, mesh), steps=1)}, planted)[name]
+    assert findings
+    findings.sort(key=lambda finding: ROWS.index(finding.oracle))  # as verify prints them
+    assert re.match(FIRST[name], str(findings[0])), [str(finding) for finding in findings[:3]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "oracle"), [("sum-left-out", "G1"), ("leak", "D1")])
-def test_told_of_towers(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, oracle: str) -> None:
+@pytest.mark.parametrize(("name", "oracle"), parts.every(2, [("leak", "D1"), ("sum-left-out", "G1")]))
+def test_a_bug_planted_with_a_tower(capsys: Capture, tmp_path: Path, name: str, oracle: str) -> None:
     at = seeing.directory(tmp_path / "seeing", "qwen3_vl")
-    code, out, _ = said(capsys, str(at), "--tower", "--mesh", "tp=2", "--plant", name)
+    code, out, _ = verify(capsys, str(at), "--tower", "--mesh", "tp=2", "--plant", name)
     assert code == 1
     assert re.search(words("^A bug is planted", rf"\({name}\)", f"^{oracle} +FAILS"), out, re.MULTILINE), out
 
 
-def said(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+def verify(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     code = main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
     return code, *capsys.readouterr()
 
 
-def test_it_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_output_states_the_planted_bug(capsys: Capture, tmp_path: Path) -> None:
     page = str(tmp_path / "page.html")
-    code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--plant", "sum-left-out", "--html", page)
+    code, out, _ = verify(capsys, "tiny-qwen3", "--mesh", "tp=2", "--plant", "sum-left-out", "--html", page)
     assert code == 1
     assert re.search(words("^A bug is planted", r"\(sum-left-out\)", "^G1 +FAILS"), out, re.MULTILINE), out
     assert "A bug is planted" in Path(page).read_text()
-    code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "fsdp=2", "--plant", "leak", "--json")
-    assert (code, json.loads(out)["planted"]) == (1, "leak")
 
 
 @pytest.mark.parametrize("options", [[], ["--weights"]], ids=["shrunk", "weights"])
-def test_what_fails_is_not_called_equal(capsys: Any, source: Path, options: list[str]) -> None:
+def test_a_failed_oracle_has_no_margin(capsys: Capture, source: Path, options: list[str]) -> None:
     arguments = [str(source), "--mesh", "fsdp=2", "--plant", "rows-permuted", *options]
-    code, out, _ = said(capsys, *arguments)
-    assert code == 1
-    assert re.search(r"^W1 +FAILS \(\d+\) *$", out, re.MULTILINE), out
-    code, out, _ = said(capsys, *arguments, "--json")
-    run = json.loads(out)["runs"][0]
-    assert (code, run["margins"]["W1"]) == (1, [])
+    if options or parts.ALL:
+        code, out, _ = verify(capsys, *arguments)
+        assert code == 1
+        assert re.search(r"^W1 +FAILS \(\d+\) *$", out, re.MULTILINE), out
+    code, out, _ = verify(capsys, *arguments, "--json")
+    report = json.loads(out)
+    run = report["runs"][0]
+    assert (code, report["planted"], run["margins"]["W1"]) == (1, "rows-permuted", [])
     assert run["oracles"]["W1"]
 
 
@@ -94,9 +96,9 @@ def test_what_fails_is_not_called_equal(capsys: Any, source: Path, options: list
         (["--mesh", "fsdp=2", "--weights", "--plant", "leak"], words("--weights trains nothing", "rows-permuted")),
         (["--mesh", "fsdp=2", "--plant", "nothing"], words("'nothing'", "sum-left-out", "leak")),
     ],
-    ids=["not felt", "nothing is trained", "unknown"],
+    ids=["no effect", "nothing is trained", "unknown"],
 )
-def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], pattern: str) -> None:
-    code, _, err = said(capsys, "tiny-qwen3", *arguments)
+def test_wrong_plants_are_refused(capsys: Capture, arguments: list[str], pattern: str) -> None:
+    code, _, err = verify(capsys, "tiny-qwen3", *arguments)
     assert code == 2
     assert re.search(pattern, err), err

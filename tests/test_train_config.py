@@ -147,8 +147,9 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[train]\nsteps = 1000000000000000\n", "train.steps (line 6): 1,000,000,000,000,000 steps would take"),
         (PLAIN + '[train]\ntokens = "1000T"\n', "train.tokens (line 6): 3,814,697,266 steps of 262,144 tokens would"),
         (f"x = {'[' * 5000}{']' * 5000}", "nested too deeply"),
-        (PLAIN + "[lora]\nr = 8\n", "lora (line 5): unknown field: LoRA and other adapters are not supported"),
-        (PLAIN + "[train]\nlora_alpha = 8\n", "LoRA and other adapters are not supported"),
+        (PLAIN + "[lora]\nr = 8\n", "lora.r (line 6): unknown field; did you mean rank?"),
+        (PLAIN + "[train]\nlora_alpha = 8\n", "did you mean alpha of [lora]"),
+        (PLAIN + "[lora]\ndropout = 0.1\n", "dropout of adapters is not supported"),
         (PLAIN + "[train]\npacking = true\n", "documents are always packed"),
         (PLAIN + "[train]\nfp16 = true\n", "float16 is not supported"),
         (PLAIN + '[train]\noptimizer = "adamw_torch"\n', "AdamW is the only optimizer; [optim] has its fields"),
@@ -233,7 +234,7 @@ VALUES = {  # where the default says nothing of what else there may be
     "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
     "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
     "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
-    "fp8": "block", "fp8_skip": '"layers.0.*"',
+    "fp8": "block", "fp8_skip": '"layers.0.*"', "expert_rank": "4",
 }  # fmt: skip
 UNUSED = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],

@@ -1,4 +1,4 @@
-"""Engines to make mistakes with; the oracles on a mesh in a forked world, their references computed once a session."""
+"""Run the oracles on a mesh in a forked world, with references computed once a session; engines for other tests."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ MESHES: list[dict[str, int]] = [
     dict(replicate=2),
     dict(fsdp=2, tp=2),
     dict(replicate=2, fsdp=2),
-    dict(tp=4),  # 2 kv heads: copies
+    dict(tp=4),  # copies of 2 kv heads
 ]
 CONTEXT_MESHES: list[dict[str, int]] = [
-    dict(cp=2, tp=2),  # 2 query heads a tp rank, which share a kv head
+    dict(cp=2, tp=2),  # 2 query heads per tp rank share a kv head
     dict(fsdp=2, cp=2),
 ]
-PIPELINE_MESHES: list[dict[str, int]] = [
-    dict(pp=2, tp=2),
-    dict(pp=2, cp=2),
-]
+PIPELINE_MESHES: list[dict[str, int]] = [dict(pp=2, tp=2), dict(pp=2, cp=2)]
 EXPERT_MESHES: list[dict[str, int]] = [
     dict(fsdp=2, ep=2),
     dict(fsdp=2, tp=2, ep=2),
@@ -57,7 +54,7 @@ def parameters(model: mw.Model) -> list[torch.nn.Parameter]:
 
 
 def door_of(model: mw.Model, name: str) -> Door:
-    return {found: door for part in model.parts for found, door in find_doors(part, Door)}[name]
+    return {door_name: door for part in model.parts for door_name, door in find_doors(part, Door)}[name]
 
 
 def world_of(mesh: dict[str, int]) -> int:
@@ -65,13 +62,13 @@ def world_of(mesh: dict[str, int]) -> int:
 
 
 def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    """In float64. Options are the engine's, or those of loading."""
+    """Build an engine in float64. Options go to the engine or to loading."""
     loading = {k: options.pop(k) for k in ("head", "train") if k in options}
     return mw.Engine(mw.load(source, mesh_of(mesh), dtype=torch.float64, **loading), **{"lr": 1e-2, **options})
 
 
 def mesh_of(mesh: dict[str, int]) -> mw.Mesh:
-    """One for all that a forked rank does."""
+    """Return the one mesh of a forked rank."""
     return _mesh(Axes(**mesh))
 
 
@@ -80,23 +77,26 @@ def _mesh(axes: Axes) -> mw.Mesh:
     return mw.Mesh(**asdict(axes), device="cpu", timeout_s=30)
 
 
-def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
-    """This rank's part of the data that all tests train on."""
+def rank_batches(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
+    """Return this data rank's part of the data of all tests."""
     return tiny.batches(engine.model.mesh.data_rank, **options)
 
 
+mine = rank_batches  # the name in tests that have not been renamed
+
+
 def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:
-    """The error that a new engine answers with, whoever's it is; or "nothing"."""
+    """Return the error, of any class, that a new engine raises, or "nothing"."""
     engine = build(source, mesh)
     try:
         act(engine)
-    except Exception as error:  # noqa: BLE001 - errors of torch are what must not come
+    except Exception as error:  # noqa: BLE001 - errors of torch would be a failure
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 def error_of(act: Callable[[], object]) -> str:
-    """Return the error of the package that an act raises, or nothing."""
+    """Return the error of the package that an act raises, or ""."""
     try:
         act()
     except mw.MeshwrightError as error:
@@ -108,18 +108,15 @@ Act = Callable[[mw.Engine], Any]
 
 
 def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) -> Callable[[str], list[str]]:
-    """What every rank of a mesh says of an act, by its name. The acts of one mesh share a world, each with an engine of
-    its own: none may leave a rank behind, or a switch of torch set."""
-    of_mesh: dict[str, list[str]] = {}
-    for name, (mesh, _) in acts.items():
-        of_mesh.setdefault(named(mesh), []).append(name)
+    """Return the errors of all ranks of a mesh by the name of an act. Acts of one mesh share a world and have an engine
+    each. An act must end on all ranks, and must not change settings of torch."""
 
     def run(group: Sequence[str]) -> dict[str, list[str]]:
         mesh = acts[group[0]][0]
         cases = {name: functools.partial(said, source, mesh, acts[name][1]) for name in group}
         return worlds.in_turn(world_of(mesh), cases)
 
-    return worlds.Shared(list(of_mesh.values()), run)
+    return worlds.shared({name: named(mesh) for name, (mesh, _) in acts.items()}, run)
 
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
@@ -141,33 +138,27 @@ _references: dict[Any, Reference] = {}
 
 
 def reference(tried: Trial) -> Reference:
-    """Of one process; the number of data ranks decides which data it sees."""
+    """Return the reference of one process. Its data depend on the number of data ranks."""
     return references([tried])[0]
 
 
 def references(several: Sequence[Trial]) -> list[Reference]:
-    """Those that are not known yet in one world."""
-    keys = [
-        (
-            t.source,
-            t.axes.num_data_ranks,
-            t.data,
-            t.steps,
-            t.thorough,
-            t.optimizer,
-            str(replace(t.recipe, **_ON_A_MESH)),
-        )
-        for t in several
-    ]
+    """Return references, and make the missing ones in one world."""
+    keys = [_key(tried) for tried in several]
     lacking = {key: tried for key, tried in zip(keys, several, strict=True) if key not in _references}
     if lacking:
-        found = worlds.in_turn(1, {key: functools.partial(run_reference, tried) for key, tried in lacking.items()})
-        _references.update({key: answers[0] for key, answers in found.items()})
+        made = worlds.in_turn(1, {key: functools.partial(run_reference, tried) for key, tried in lacking.items()})
+        _references.update({key: reference for key, (reference,) in made.items()})
     return [_references[key] for key in keys]
 
 
+def _key(tried: Trial) -> tuple[Any, ...]:
+    recipe = str(replace(tried.recipe, **_ON_A_MESH))
+    return tried.source, tried.axes.num_data_ranks, tried.data, tried.steps, tried.thorough, tried.optimizer, recipe
+
+
 def findings(tried: Trial) -> list[Finding]:
-    """Of all ranks together; none when all is well."""
+    """Return the findings of all ranks."""
     return findings_in_turn({"it": tried})["it"]
 
 
@@ -177,15 +168,15 @@ Name = TypeVar("Name")
 def findings_in_turn(
     several: Mapping[Name, Trial], around: Callable[[Name], AbstractContextManager[Any]] = nullcontext
 ) -> dict[Name, list[Finding]]:
-    """The findings of several trials of one mesh, in one world. `around`: what each rank does about each trial."""
+    """Return the findings of several trials of one mesh, in one world. `around`: a context on each rank."""
     refs = references(list(several.values()))
     cases = {
         name: functools.partial(_examine, tried, ref, str(name), functools.partial(around, name))
         for (name, tried), ref in zip(several.items(), refs, strict=True)
     }
     world = next(iter(several.values())).axes.world
-    found = worlds.in_turn(world, cases)
-    return {name: [finding for of_rank in ranks for finding in of_rank] for name, ranks in found.items()}
+    runs = worlds.in_turn(world, cases)
+    return {name: [finding for of_rank in ranks for finding in of_rank] for name, ranks in runs.items()}
 
 
 def _examine(

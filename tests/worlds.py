@@ -1,4 +1,4 @@
-"""Run a function on n forked gloo ranks. A hang is a failure that names the ranks; so is a rank that dies."""
+"""Run a function on n forked gloo ranks. A rank that hangs or dies is a failure that names it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Answer = TypeVar("Answer")
 
 
 def run(size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
-    """`function(*args)` on every rank; the results in the order of the ranks (tensors and plain data)."""
+    """Call `function(*args)` on every rank. Return tensors and plain data in the order of the ranks."""
     return run_ranks(size, function, *args, seconds=seconds)
 
 
 def in_turn(size: int, cases: Mapping[Case, Callable[[], Any]], seconds: float = SECONDS) -> dict[Case, list[Any]]:
-    """Many cases on the same ranks, one after the other: of each what every rank answered. A world costs more than most
-    cases do. A case must leave all ranks alike, and without gradients or collectives that wait."""
+    """Run many cases on the same ranks. Return the results of all ranks for each. A world costs more than most cases. A
+    case must leave all ranks in the same state, without gradients or pending collectives."""
     ranks = run(size, _one_by_one, cases, seconds=seconds + 5 * len(cases))
     return {case: [answers[case] for answers in ranks] for case in cases}
 
@@ -42,16 +42,16 @@ def _one_by_one(cases: Mapping[Case, Callable[[], Any]]) -> dict[Case, Any]:
 
 
 def _refuse_other_than(case: object) -> None:
-    """A rank that is at another case would answer for the wrong one from here on."""
+    """Check that all ranks are at the same case, which keeps results of cases apart."""
     if not dist.is_initialized():
         return
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, str(case))
-    assert everywhere == [str(case)] * len(everywhere), everywhere
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, str(case))
+    assert gathered == [str(case)] * len(gathered), gathered
 
 
 class Shared(Generic[Case, Answer]):
-    """The answers of cases that share worlds. Whoever asks for the first case of a group runs the whole group."""
+    """Results of cases that share worlds. The first request for a case runs its whole group."""
 
     def __init__(
         self, groups: Iterable[Sequence[Case]], run_group: Callable[[Sequence[Case]], Mapping[Case, Answer]]
@@ -69,11 +69,21 @@ class Shared(Generic[Case, Answer]):
         return answer
 
     def _run(self, group: Sequence[Case]) -> None:
-        """A world that breaks is not tried again for each of its cases."""
+        """Run a group once: a failure counts for each of its cases."""
         try:
             self._answers.update(self._run_group(group))
         except RankError as error:
             self._answers.update(dict.fromkeys(group, error))
+
+
+def shared(
+    keys: Mapping[Case, object], run_group: Callable[[Sequence[Case]], Mapping[Case, Answer]]
+) -> Shared[Case, Answer]:
+    """Group cases that have equal keys, such as a mesh."""
+    groups: dict[str, list[Case]] = {}
+    for case, key in keys.items():
+        groups.setdefault(str(key), []).append(case)
+    return Shared(groups.values(), run_group)
 
 
 def world(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,11 +8,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
+from meshwright.recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from meshwright.train.config_docs import documentation, options_table, schema
 
 ROOT = Path(__file__).parents[1]
-TABLES = {"load": Recipe, "MemoryOptions": MemoryOptions, "Pipeline": Pipeline, "ContextParallel": ContextParallel}
+TABLES = {
+    "load": Recipe,
+    "MemoryOptions": MemoryOptions,
+    "Pipeline": Pipeline,
+    "ContextParallel": ContextParallel,
+    "Lora": Lora,
+}
 
 
 def reference(page: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from ..errors import ConfigError
-from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
+from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 
 # Written out, because `plan.TINY` imports torch. A test compares the two.
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
@@ -61,12 +61,15 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
     The flags come from the fields themselves: a new field of the recipe needs no edit in this file.
     """
     command.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
-    add_fields(command, Recipe, {"memory", "pipeline", "context"})
+    add_fields(command, Recipe, {"memory", "pipeline", "context", "lora"})
     command.add_argument(
         "--context", default="", metavar="MIXER=N,...",
         help="for cp: N neighbours swap tokens for heads, in mixers of kind attention or delta (default: by heads)",
     )  # fmt: skip
     add_fields(command.add_argument_group("pipeline options, for a --mesh with pp"), Pipeline)
+    group = command.add_argument_group("adapter options (LoRA)")
+    group.add_argument("--lora", action="store_true", help="train adapters; implied by the options below")
+    add_fields(group, Lora, prefix="lora_")
     group = command.add_argument_group("memory and speed options")
     add_fields(group, MemoryOptions)
     group.add_argument(
@@ -76,8 +79,10 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_fields(group: argparse._ActionsContainer, options: type[Any], but: Container[str] = ()) -> None:
-    """Add a flag for each field of a dataclass, except those named in `but`.
+def add_fields(
+    group: argparse._ActionsContainer, options: type[Any], but: Container[str] = (), prefix: str = ""
+) -> None:
+    """Add a flag for each field of a dataclass, except those named in `but`. `prefix`: of the names of flags.
 
     An absent flag is None, not the field's default. So `recipe_of` can leave it out, and `check_axes` can tell a flag
     with the value of the default from an absent one.
@@ -88,7 +93,8 @@ def add_fields(group: argparse._ActionsContainer, options: type[Any], but: Conta
             # The docs show the whole text of an option, --help its first sentence.
             first = re.split(r"(?<=\.) ", each.metadata["text"])[0].removesuffix(".")
             text = first[0].lower() + first[1:] + default
-            group.add_argument(flag_of(each.name), dest=each.name, default=None, help=text, **_parser_arguments(each))
+            name = prefix + each.name
+            group.add_argument(flag_of(name), dest=name, default=None, help=text, **_parser_arguments(each))
             # A field that is True, False or a number has two flags, which argparse stores under one name.
             if number := each.metadata["number"]:
                 text = f"{flag_of(each.name)}, but once to each node of N consecutive ranks"
@@ -108,6 +114,10 @@ def _parser_arguments(option: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if kind == str | Sequence[str]:
         return {"type": names, "metavar": "NAME,..."}
+    if kind is float:
+        return {"type": amount, "metavar": "X"}
+    if kind == str | None:
+        return {"metavar": "PATH"}
     return {"type": positive, "metavar": "N"} if kind in (int, int | None) else {"type": numbers, "metavar": "N,..."}
 
 
@@ -119,14 +129,16 @@ def flag_of(name: str) -> str:
 def recipe_of(options: Mapping[str, Any]) -> Recipe:
     """Make the `Recipe` that the options of `add_recipe` describe."""
     pipeline, memory = Pipeline(**_passed(Pipeline, options)), MemoryOptions(**_passed(MemoryOptions, options))
-    own = {name: value for name, value in _passed(Recipe, options).items() if name != "context"}
-    return Recipe(**own, pipeline=pipeline, memory=memory, context=_context_of(options["context"]))
+    own = {name: value for name, value in _passed(Recipe, options).items() if name not in ("context", "lora")}
+    adapters = _passed(Lora, options, "lora_")
+    lora = Lora(**adapters) if adapters or options.get("lora") else None
+    return Recipe(**own, pipeline=pipeline, memory=memory, context=_context_of(options["context"]), lora=lora)
 
 
-def _passed(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _passed(kind: type[Any], options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the fields of a dataclass for which a flag was passed."""
     names = (each.name for each in fields(kind))
-    return {name: options[name] for name in names if options.get(name) is not None}
+    return {name: options[prefix + name] for name in names if options.get(prefix + name) is not None}
 
 
 def check_axes(options: Mapping[str, Any], sizes: Mapping[str, int]) -> None:

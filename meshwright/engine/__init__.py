@@ -3,8 +3,9 @@
 `meshwright/api.py` makes most of these names public.
 """
 
-from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
+from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from . import losses
+from .adapters import check_export_adapter, export_adapter
 from .batching import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord

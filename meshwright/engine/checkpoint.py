@@ -26,6 +26,7 @@ from ..errors import BrokenCheckpointError, CheckpointError, ConfigError
 from ..log import logger
 from ..optim import names_of_scales
 from ..watch import doing, names_lost_ranks
+from .adapters import adapter_record, check_same_adapters, saved_part
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
 from .export import ExportOptions, check_pieces, export_plan, refuse_overflow
@@ -107,12 +108,17 @@ def _content(
 
     agree(model, "save", propose)
     at = export_plan(model, folder, choices)
+    spec = engine.state_layout.spec
+    if model.recipe.lora is not None:
+        table, keymap = saved_part(model, spec.table)
+        at, spec = replace(at, keymap=keymap), spec.with_table(table, model.mesh.axes.pp)
+    kept = {name: dtype for name, dtype in model.kept.items() if name in spec.table.params}
     # Before the first step the optimizer has no state, and none is written.
     state_dtypes = dtypes_of(model, engine.optimizer, engine.state_layout) if engine.optimizer.steps else {}
     return Content(
         step=engine.steps,
-        spec=engine.state_layout.spec,
-        planes=disk.planes_of(engine.state_layout.spec.table, at.keymap, model.kept, state_dtypes),
+        spec=spec,
+        planes=disk.planes_of(spec.table, at.keymap, kept, state_dtypes),
         values=_values_to_save(engine),
         export=at,
         trainer={**_trainer(engine), "state": state},
@@ -172,7 +178,9 @@ def _values_to_save(engine: Engine) -> Mapping[str, weights.Values]:
 
     Weights and masters are the same tensors: the writer rounds the former to the dtypes of the files.
     """
-    values, optimizer = engine.model.values(), engine.optimizer
+    model, optimizer = engine.model, engine.optimizer
+    saved = saved_part(model, model.table)[0].params
+    values = model.values() if model.recipe.lora is None else model.values().only(saved.__contains__)
     trained = {name: values[name] for name in engine.trained if name in values}
     state = optimizer.by_name({**optimizer.new_state(trained, empty=True), **optimizer.state})
     return {WEIGHTS: values, MASTER: values} | {name: weights.Values(tensors) for name, tensors in state.items()}
@@ -191,6 +199,7 @@ def _trainer(engine: Engine) -> dict[str, Any]:
         "trained": engine.trained,
         "settings": _settings(engine),
         "router_load": engine.router.trained_load.tolist(),
+        "lora": adapter_record(engine.model),
     }
 
 
@@ -259,6 +268,7 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     """Restore everything from a checkpoint: first all checks, then the tensors, then the counters."""
     model, trainer = engine.model, source.trainer
     _check_tower(model, source.directory, trainer.get("tower", False))
+    check_same_adapters(model, trainer.get("lora"), source.directory)
     # Raise for anything that differs before a tensor is overwritten, so that a refused resume leaves a usable model.
     blueprint = _blueprint_of(model, source.planes[WEIGHTS], trainer["head"])
     planes = state_of(source, engine.optimizer.options)
@@ -269,16 +279,16 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
     quantised = quantised_in(source, planes, engine.trained)
     state = to_be_read(engine.optimizer, stored, quantised) if planes else {}
-    spec = replace(model.blueprint.spec, table=blueprint.table)
+    spec = model.blueprint.spec.with_table(blueprint.table, model.mesh.axes.pp)
     spec = spec_with(spec, model.mesh, quantised, f"resume {source.directory.name} on another mesh")
     # Frozen FP8 weights are compared with the checkpoint, not replaced: their codes come from the model's own files.
-    live, frozen_fp8 = model.values().apart
-    wanted = [RestoreTarget(source.parameters, live, frozenset(model.table.params), frozen_fp8)]
+    live, frozen_fp8 = model.values().only(blueprint.table.params.__contains__).apart
+    wanted = [RestoreTarget(source.parameters, live, frozenset(blueprint.table.params), frozen_fp8)]
     # One target per state set: weights (from float32 masters, if any), then each tensor of optimizer state.
     names = frozenset(trained.union(names_of_scales(quantised)))
     for name, tensors in engine.optimizer.by_name(state).items() if planes else ():
         wanted.append(RestoreTarget(source.planes[name], tensors, names))
-    if model.numbers:
+    if model.numbers and model.recipe.lora is None:  # on all ranks or none: it is collective
         disk.check_frozen(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     with _marked_half_restored(engine, source.directory):
         disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
@@ -320,8 +330,25 @@ def _blueprint_of(model: Model, source: weights.Source, head: str) -> Blueprint:
             f"{source.directory} has head={head!r}, but the engine's model has head={model.blueprint.head!r}; load the "
             f"model with head={head!r}"
         )
-    stored = torch.promote_types(model.dtype, torch.float32)
-    return Blueprint.of(weights.read_config(source.directory), source, model.blueprint.recipe, stored=stored)
+    config, stored = weights.read_config(source.directory), torch.promote_types(model.dtype, torch.float32)
+    if model.recipe.lora is None:
+        return Blueprint.of(config, source, model.blueprint.recipe, stored=stored)
+    table, keymap = saved_part(model, model.table)
+    _check_adapter_keys(source, keymap)
+    spec = model.blueprint.spec.with_table(table, model.mesh.axes.pp)
+    return replace(model.blueprint, config=config, spec=spec, keymap=keymap)
+
+
+def _check_adapter_keys(source: weights.Source, keymap: weights.KeyMap) -> None:
+    """Refuse a checkpoint with other adapters than the model's: other targets, or other shapes."""
+    saved, now = ({key: part.shape for key, part in each.items()} for each in (source.entries, keymap.keys))
+    odd = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+    if odd:
+        then, this = (list(each[odd[0]]) if odd[0] in each else "missing" for each in (saved, now))
+        raise CheckpointError(
+            f"{odd[0]} is {then} in {source.directory} and {this} in the engine's model ({len(odd)} such keys); load "
+            "the model with the lora= that was saved"
+        )
 
 
 def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:
@@ -347,7 +374,7 @@ def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tr
 
 def _check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
     """Refuse another architecture, and parameters of other shapes."""
-    params, saved = model.table.params, blueprint.table.params
+    params, saved = saved_part(model, model.table)[0].params, blueprint.table.params
     kinds = model.config.get("model_type"), blueprint.config.get("model_type")
     if kinds[0] != kinds[1]:
         raise CheckpointError(f"{at} is a {kinds[1]}, the engine's model a {kinds[0]}; load the model that was saved")
@@ -428,6 +455,11 @@ def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Seq
     so.
     """
     model = engine.model
+    if model.recipe.lora is not None:
+        raise CheckpointError(
+            f"{source.directory} holds the weights of a model, and the engine's has adapters (LoRA); resume a "
+            "checkpoint of adapters, or load it as the base: mw.load(..., lora=)"
+        )
     blueprint = _blueprint_of(model, source, model.blueprint.head)
     _check_same_table(model, blueprint, source.directory)
     _check_same_config(model, blueprint, source.directory, new_config)

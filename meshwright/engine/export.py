@@ -22,6 +22,7 @@ from ..errors import ConfigError, ExportError, StateError
 from ..models import LM_HEAD, SCORE, classifier_of
 from ..sharding import Piece, check_rows_to_write
 from ..watch import names_lost_ranks
+from .adapters import check_has_adapters, merged_values
 from .agreement import Proposal, agree, check_is_model
 from .model import Model
 
@@ -30,7 +31,7 @@ FORMATS = ("values", "source", "fp8")
 
 def stream(
     model: Model,
-    which: str = "weight",
+    which: str | None = None,
     *,
     format: str = "values",  # noqa: A002 - the word of users
 ) -> Iterator[tuple[str, Tensor]]:
@@ -39,40 +40,61 @@ def stream(
     All ranks must exhaust the iterator; other ranks get no items. It holds a few tensors (64 MiB) at a time. Weights
     come in the dtype of the source, gradients in float32. Tensors outside the model (`mtp.*`) are left out.
 
+    `which`: "weight" (the default), "grad"; with adapters (LoRA) there is no default: "merged", the weights with
+    their adapters; "adapter", the factors; "weight", weights and factors as they are stored.
+
     If the source is in 8 bits, weights are dequantised to the dtype of `config.json`. With `format="source"` or `"fp8"`
     they are the FP8 codes and scales that `export` would write.
     """
     with names_lost_ranks():
-        yield from _streamed(model, which, format)
+        yield from _streamed(model, _chosen(model, which), format)
+
+
+def _chosen(model: Model, which: str | None) -> str:
+    """Return what to stream. Refuse to choose for a model with adapters: whoever takes its weights without them gets
+    the base, and would not notice.
+    """
+    if which is None and model.recipe.lora is not None:
+        raise ConfigError(
+            'the model has adapters; stream "merged" (weights with adapters), "adapter" (the factors), or "weight" '
+            "(both, as they are stored)"
+        )
+    if which in ("merged", "adapter"):
+        check_has_adapters(model, f"stream(which={which!r})")
+    return which or "weight"
 
 
 def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor]]:
     """Agree on what to stream, then all-gather and yield tensor by tensor."""
 
+    keymap = model.keymap.of_adapters() if which == "adapter" else model.keymap
+    keymap = keymap.of_base() if which == "merged" else keymap
+
     def propose() -> Proposal:
-        if which != "weight" and form != "values":
+        if which not in ("weight", "merged") and form != "values":
             raise ConfigError(
                 f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
             )
-        stored, written = _stored_tensors(model, which), _in_format(model.keymap, model, form)
+        stored, written = _stored_tensors(model, which), _in_format(keymap, model, form)
         _check_shapes(stored, model.pieces)
         if written.scales:
             weights.check_scaled(model.stored_model(stored), written)
         if stored and which == "weight":
-            _refuse_overflow(model, model.keymap)
+            _refuse_overflow(model.values(), model, keymap)
         return Proposal(settings={"format=": form})
 
     agree(model, f"stream(which={which!r})", propose)
-    stored_model, dtypes = model.stored_model(_stored_tensors(model, which)), None
-    keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
+    stored = merged_values(model) if which == "merged" else _stored_tensors(model, which)
+    stored_model, dtypes = model.stored_model(stored), None
+    keys = [k for k in keymap.keys.values() if k.name not in keymap.carried]
     # A file tensor has a gradient if all parameters in it are trained, on any rank. Gradients keep their own dtype.
     if which == "grad":
-        made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
+        made_of, trained, dtypes = weights.blocks_by_key(model.table, keymap.choice), {*model.trained}, model.kept
         keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
-    written = _in_format(model.keymap, model, form)
+    written = _in_format(keymap, model, form)
     # Tensors to be quantised are gathered as float32 values, from which `quantised_tensors` makes codes and scales.
     wide = [key._replace(dtype="F32") if key.name in written.scales else key for key in keys]
-    for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
+    for key, tensor in weights.whole_tensors(stored_model, keymap, wide, dtypes=dtypes):
         if key.name in written.scales:
             yield from weights.quantised_tensors(written, key.name, tensor).items()
         else:
@@ -93,7 +115,7 @@ def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMa
     return keymap.in_fp8(model.table, model.blueprint.spec.fp8_left_out) if form == "fp8" else keymap
 
 
-def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
+def gather(model: Model, which: str | None = None) -> dict[str, Tensor]:
     """Collect `stream` in a dict: complete on rank 0, empty on other ranks."""
     return dict(stream(model, which))
 
@@ -101,33 +123,38 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
 @names_lost_ranks()
 def export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
-    keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
+    keep_lm_head: bool = False, format: str | None = None, merge: bool = False,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
     """Write a Hugging Face directory, with the files, keys, layouts and dtypes of the source. All ranks call it.
 
     `dtype`: another dtype for weights; float32 parameters are never rounded. `format="fp8"`: matrices in FP8, with one
     scale per block of 128 x 128. The directory appears complete or not at all. With `overwrite` it may replace an
     earlier export, which stays until the new one is complete. If a value head was added to a language model, the config
-    becomes that of a classifier, and the untrained vocabulary head is left out unless `keep_lm_head`.
+    becomes that of a classifier, and the untrained vocabulary head is left out unless `keep_lm_head`. `merge`: with
+    adapters (LoRA) merged into their weights; `export_adapter` writes the adapters alone.
     """
-    planned = _agreed_export(
-        model, "export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
-    )
-    weights.write_directory(model.stored_model(model.values()), planned)
+    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format), merge)
+    planned = _agreed_export(model, "export", directory, choices)
+    if not merge:
+        weights.write_directory(model.stored_model(model.values()), planned)
+        return
+    values = merged_values(model)
+    at, nothing = f"the merging of adapters for {planned.directory}", f"nothing was exported to {planned.directory}"
+    model.mesh.together(lambda: _refuse_overflow(values, model, planned.keymap), at, ExportError, nothing)
+    weights.write_directory(model.stored_model(values), planned)
 
 
 @names_lost_ranks()
 def check_export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
-    keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
+    keep_lm_head: bool = False, format: str | None = None, merge: bool = False,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
     """Refuse, on all ranks, whatever `export` with the same arguments would refuse. Call it before training.
 
     It writes nothing. It cannot know the weights that training will produce, so an overflow shows up only in `export`.
     """
-    planned = _agreed_export(
-        model, "check_export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
-    )
+    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format), merge)
+    planned = _agreed_export(model, "check_export", directory, choices)
     weights.check_export(model.mesh, planned)
 
 
@@ -139,6 +166,7 @@ class ExportOptions:
     overwrite: bool = False
     keep_lm_head: bool = False
     form: str = "values"  # one of FORMATS
+    merge: bool = False  # adapters into their weights
 
 
 def _format_of(dtype: torch.dtype | None, form: str | None) -> str:
@@ -157,12 +185,24 @@ def _agreed_export(
         raise ExportError(f"{directory!r} is not a path; give the directory to write")
 
     def propose() -> Proposal:
+        _check_merge(model, choices)
         check_pieces(model, model.stored(), model.pieces)
         refuse_overflow(model, choices)
         return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
     agree(model, call, propose)
     return export_plan(model, weights.path_of(directory).absolute(), choices)
+
+
+def _check_merge(model: Model, choices: ExportOptions) -> None:
+    """Refuse an export of a model with adapters that leaves them out: whoever loads it would get the base."""
+    if model.recipe.lora is not None and not choices.merge:
+        raise ConfigError(
+            "the model has adapters, which an export without them would lose; give merge=True, or write them as PEFT's "
+            "files: mw.export_adapter(model, directory)"
+        )
+    if choices.merge:
+        check_has_adapters(model, "export(merge=True)")
 
 
 def export_plan(model: Model, at: Path, choices: ExportOptions) -> weights.Export:
@@ -197,12 +237,12 @@ def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> 
 
 def refuse_overflow(model: Model, choices: ExportOptions) -> None:
     """Refuse to round a finite weight to infinity: the file would look fine, and the model would not."""
-    _refuse_overflow(model, _keymap(model, choices))
+    _refuse_overflow(model.values(), model, _keymap(model, choices))
 
 
 def _keymap(model: Model, choices: ExportOptions) -> weights.KeyMap:
     """Return the keys of an export, with their dtypes."""
-    keymap = model.keymap
+    keymap = model.keymap.of_base()
     if _has_new_value_head(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
     if choices.dtype is None:
@@ -235,12 +275,12 @@ def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
     return {**config, "num_labels": 1} if num == 1 else config
 
 
-def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
+def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMap) -> None:
     """Compare the largest local magnitude of each parameter with the dtypes of its keys.
 
     A key in FP8 is skipped: its scales bring every weight into range. So is a dtype with the range of the stored one.
     """
-    made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.values()
+    made_of = weights.blocks_by_key(model.table, keymap.choice)
     # Cached, since fused experts have one parameter and hundreds of keys.
     most_of = functools.cache(lambda name: torch.linalg.vector_norm(stored[name], torch.inf))
     for key in keymap.keys.values():
@@ -259,10 +299,10 @@ def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
 
 def _stored_tensors(model: Model, which: str) -> Mapping[str, Tensor]:
     """Return this rank's weights or gradients. Refuse to stream gradients before a backward."""
-    if which == "weight":
+    if which in ("weight", "merged", "adapter"):
         return model.values()
     if which != "grad":
-        raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
+        raise ConfigError(f"stream(model, {which!r}): choose 'weight', 'grad', 'merged' or 'adapter'")
     grads = model.grads()
     if not grads and model.trainable:  # a pipeline stage may have nothing to train
         raise StateError("the model has no gradients; call engine.backward(batches), and update() only afterwards")

@@ -6,6 +6,7 @@ just the bytes that it stores, and no rank needs room for the whole model.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from ..checkpoint import extents_of_model
 from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
-from ..models import Decoder, Quantisable
+from ..models import Decoder, Quantisable, without_adapters
 from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
 from ..recipe import Pipeline, Recipe, RecipeFields
@@ -43,6 +44,7 @@ from ..sharding import (
     ways,
 )
 from ..weights import (
+    ADAPTERS,
     BYTES,
     CONFIG,
     KeyMap,
@@ -58,6 +60,7 @@ from ..weights import (
     load_bill,
     local_directory,
     open_source,
+    peft_files,
     plan_reads,
     read_config,
     read_small,
@@ -249,6 +252,13 @@ class Model:
         )  # fmt: skip
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
+    def base(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without adapters: `with model.base(): mw.logprobs(model, batch)` is the reference policy.
+
+        It takes no memory, since the base's weights are the model's own. Not for steps.
+        """
+        return without_adapters(self.parts)
+
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
         """Return local tensors with their layout, from which the weights room gathers and writes whole ones."""
         return StoredModel(self.blueprint.spec, self.mesh, stored)
@@ -289,7 +299,12 @@ def load(
     (`model.load_bill`).
     """
     check_loading(mesh, fields.get("dtype"), read)
-    recipe, directory = Recipe(**fields), local_directory(source, mesh)
+    recipe, directory = _with_adapter_files(Recipe(**fields)), local_directory(source, mesh)
+    if (directory / ADAPTERS).is_file():
+        raise LoadError(
+            f"{directory} is a checkpoint of adapters (LoRA) and holds no base; load their base with the same lora=, "
+            "then mw.resume(engine, directory)"
+        )
     # A checkpoint has checksums of its files. They are verified as the bytes are read.
     extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)
@@ -299,7 +314,7 @@ def load(
     with collector_paused():
         files = replace(open_source(directory, {CONFIG: stamp}), extents=extents)
         blueprint = Blueprint.of(
-            config, files, recipe, directory=directory, origin=f"files with checksum {files.checksum()}",
+            config, files, recipe, directory=directory, origin=_origin(files, recipe),
             stored=torch.promote_types(recipe.dtype or torch.bfloat16, torch.float32),
         )  # fmt: skip
         model = put_on_mesh(blueprint, mesh or Mesh())
@@ -313,9 +328,22 @@ def load(
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, scaled)
     # Parameters that the files lack, such as a new value head: seed 0, so that every run starts from the same ones.
     _fill_fresh(model, model.keymap.fresh, seed=0)
+    if recipe.lora is not None and recipe.lora.path:
+        peft_files.fill_factors(recipe.lora.path, model.table, model.pieces, model.stored())
     local = model.stored()
     model.calls.loaded = {name: (local[name], local[name]._version) for name in local.keys() & model.numbers}
     return model
+
+
+def _with_adapter_files(recipe: Recipe) -> Recipe:
+    """Return the recipe with rank, scale and targets of the PEFT files that its adapters begin from, if any."""
+    return recipe if recipe.lora is None else replace(recipe, lora=peft_files.recipe_of(recipe.lora))
+
+
+def _origin(files: Source, recipe: Recipe) -> str:
+    """Name the weights, for the comparison between ranks."""
+    adapters = "" if recipe.lora is None else f" and {recipe.lora}{peft_files.checksum(recipe.lora)}"
+    return f"files with checksum {files.checksum()}{adapters}"
 
 
 @show_fields_in_help(Recipe)

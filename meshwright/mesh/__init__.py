@@ -268,6 +268,14 @@ class Mesh:
                 dist.broadcast_object_list(objects, group_src=0, group=group, device=self.host)
         return objects[0]
 
+    def broadcast_on_hosts_(self, x: Tensor, at: str) -> Tensor:
+        """Broadcast rank 0's host tensor in place, as `broadcast_object` does."""
+        groups = self.host_groups(DENSE) if self.axes.world > 1 else []
+        with waiting_at(at):
+            for group in groups:
+                dist.broadcast(x, group_src=0, group=group)
+        return x
+
     def send(self, x: Tensor, rank: int, at: str) -> None:
         """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
         with waiting_at(at):

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from torch import device
 
 from ..errors import ConfigError, UnknownKey
+from ..recipe import Lora
 from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
 from .linear import Quantisable
+from .lora import ADAPTER
+from .lora_targets import adapt, adapters_of, without_adapters
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
 from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, tower_shape_of
@@ -116,11 +119,12 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
 
 
 def describe(
-    config: Json, prefix: str, head: str, keys: Container[str] = (), *, tower: bool = False
+    config: Json, prefix: str, head: str, keys: Container[str] = (), *, tower: bool = False, lora: Lora | None = None
 ) -> tuple[Decoder, Table]:
     """Build the model on the meta device and its table; check that declarations cover everything exactly once.
 
     `keys`: those of the source. `tower`: build the vision tower too; otherwise its keys are carried along unchanged.
+    `lora`: give linear layers adapters.
     """
     family, text = family_of(config), text_config(config)
     if SCORE_BIAS in keys:  # a critic is often saved with the unchanged config of the language model it started from
@@ -129,6 +133,8 @@ def describe(
         model = family.build(text, prefix, head)
         if tower:
             _give_tower(model, config)
+        if lora is not None:
+            adapt(model, lora)
     if head == "lm" and SCORE in keys:
         raise UnknownKey(
             f"the source holds {SCORE}, the head of a classifier or a critic, not of a language model; "

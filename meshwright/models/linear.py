@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..sharding import Init, Layout, weight
+from .lora import Adapter
 
 ALL = slice(None)
 
@@ -42,9 +44,17 @@ class Linear(Quantisable):
         at = None if layouts else key + ".weight"
         self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std), low=self.low)
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
+        self.lora: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+        y = ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+        adapter = self.adapter
+        return y if adapter is None else adapter.add_to(y, ops.linear(x, adapter.a))
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Return the adapter, unless there is none or it is switched off."""
+        return self.lora if self.lora is not None and self.lora.on else None
 
     @property
     def matrix(self) -> ops.Weight:
@@ -67,8 +77,25 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
     outputs = []
     for fp8 in (False, True):
         same_precision = [part for part, this in zip(parts, is_fp8, strict=True) if this == fp8]
-        outputs.append(iter(_joined(x, same_precision, fp8) if same_precision else ()))
+        outputs.append(iter(_adapted(x, same_precision, _joined(x, same_precision, fp8)) if same_precision else ()))
     return tuple(next(outputs[this]) for this in is_fp8)
+
+
+def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Add what the adapters make of x, with one GEMM for all of their A.
+
+    The results are views of one tensor, as the base's are: kernels that follow may round contiguous tensors in another
+    way, and where B is 0 the model must be its base to the bit.
+    """
+    adapters = [linear.adapter for linear, _ in parts]
+    if not any(adapters):
+        return outputs
+    lows = iter(ops.linears(x, [adapter.a for adapter in adapters if adapter is not None]))
+    added = [
+        y if adapter is None else adapter.add_to(y, next(lows), None if _is_whole(rows, adapter.b) else rows)
+        for y, adapter, (_, rows) in zip(outputs, adapters, parts, strict=True)
+    ]
+    return torch.cat(added, -1).split([y.shape[-1] for y in outputs], -1)
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
@@ -79,4 +106,8 @@ def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tupl
 
 def _rows_of(linear: Linear, rows: slice) -> ops.Weight:
     """Return the matrix itself if these are all its rows, as always with FP8, whose blocks must not be cut."""
-    return linear.matrix if rows in (ALL, slice(0, len(linear.weight))) else linear.matrix[rows]
+    return linear.matrix if _is_whole(rows, linear.weight) else linear.matrix[rows]
+
+
+def _is_whole(rows: slice, matrix: Tensor) -> bool:
+    return rows in (ALL, slice(0, len(matrix)))

@@ -18,6 +18,7 @@ from ..sharding import Block, Box, Dispatch, Init, Layout, weight
 from .decoder import Decoder, Layer, Shape
 from .hf_config import Json, listed, refuse, refuse_endless, take
 from .linear import Quantisable
+from .lora import ExpertAdapter
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
 from .rope_config import THETA, rotary_of
 from .router_balance import Balance
@@ -128,6 +129,9 @@ class Experts(Quantisable):
             {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True
         )
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
+        self.at = at.removesuffix(".")  # their module in the files
+        self.gate_up_lora: ExpertAdapter | None = None
+        self.down_lora: ExpertAdapter | None = None
 
     def forward(
         self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, shared: Callable[[], Tensor | None]
@@ -139,7 +143,9 @@ class Experts(Quantisable):
         # A rank stores rows of [E R, D]; E is what it has of the experts.
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
+        adapters = (self.gate_up_lora, self.down_lora)
+        lora = [None if each is None else each.factors(len(rows.counts_E)) for each in adapters]
+        y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8, lora=(lora[0], lora[1])))
         return y_TD if shared_TD is None else shared_TD + y_TD
 
 

@@ -16,7 +16,7 @@ from .attention import attention
 from .deferred_weight_grads import Jobs, deferring_weight_grads
 from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
-from .experts import experts, route
+from .experts import LowRank, experts, route
 from .fp8_storage import Fp8Weight, Grid, Weight
 from .fp8_tensor import Quantised
 from .host_memory import to_device

@@ -53,7 +53,9 @@ def attention(
         )
         return op(q_THK, k_TGK, v_TGK, docs)
     if num_queries == num_tokens and _prefers_one_call_each(q_THK, docs):
-        return _by_document(q_THK, k_TGK, v_TGK, docs)
+        are_equal = len(docs.lengths) > 1 and len({*docs.lengths}) == 1
+        by_torch = _equal_documents if are_equal else _by_document
+        return by_torch(q_THK, k_TGK, v_TGK, docs)
     if num_queries == num_tokens:
         op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=meta_kernels.attention)
         return op(q_THK, k_TGK, v_TGK, docs)
@@ -71,7 +73,7 @@ def _prefers_one_call_each(q_THK: Tensor, docs: Documents) -> bool:
     """Tell whether one call per document is faster on a GPU than one varlen call for all of them.
 
     torch's kernel for one dense sequence has the highest throughput, but each call costs a launch. It pays off once the
-    mean document is long.
+    mean document is long. Documents of one length are sequences of one call.
     """
     if kind_of(q_THK.device) == "cpu" or not docs.lengths or any(length % _LENGTH_STEP for length in docs.lengths):
         return False
@@ -137,16 +139,37 @@ def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, c
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)  # of one, cat would make a copy
 
 
+def _equal_documents(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+    """Call `scaled_dot_product_attention` once for documents of one length: a batch, which is a view of the stream.
+
+    No piece of the stream is copied to be joined with others, forward or backward.
+    """
+    q_THK, k_TGK, v_TGK = _with_heads_of_torch(q_THK, k_TGK, v_TGK)
+    if q_THK.device.type == "meta":
+        return meta_kernels.attention(q_THK, k_TGK, v_TGK)
+    q, k, v = (x.unflatten(0, (len(docs.lengths), -1)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2).flatten(0, 1)
+
+
+def _with_heads_of_torch(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Repeat the kv heads in float32 on a GPU.
+
+    No fused kernel of torch accepts grouped ones there, and its math kernel would materialise the scores [H, T, T].
+    """
+    if q_THK.device.type in SLOW or q_THK.dtype in NARROW:
+        return q_THK, k_TGK, v_TGK
+    times = q_THK.shape[1] // k_TGK.shape[1]
+    return q_THK, k_TGK.repeat_interleave(times, dim=1), v_TGK.repeat_interleave(times, dim=1)
+
+
 def _one_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor:
     """Attend within one document, whose last query is at its last key.
 
     `is_causal=True` of torch aligns the mask top left, which is wrong with fewer queries than keys. Then the mask is
     built by hand, aligned bottom right.
     """
-    if q_THK.device.type not in SLOW and q_THK.dtype not in NARROW:
-        # No fused kernel of torch accepts grouped kv heads in float32 on a GPU, and its math kernel would materialise
-        # the scores [H, T, T]. So the kv heads are repeated.
-        k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
+    q_THK, k_TGK, v_TGK = _with_heads_of_torch(q_THK, k_TGK, v_TGK)
     if q_THK.device.type == "meta":
         return meta_kernels.attention(q_THK, k_TGK, v_TGK)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))

@@ -8,7 +8,8 @@ by expert, see ops/rows.py). There is no capacity and no dropped token (unlike G
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,14 @@ from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, join_weights, split_weights
 from .kernels import uncompiled
+from .kernels.trials import agrees
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, to_host
 from .norms import swiglu, upcast
 from .replayed_choices import replayed
 from .rows import Rows
+
+Multiply = Callable[[Tensor, Weight, bool], Tensor]  # rows, a matrix for each expert, whether in FP8
 
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
 _TILE = 16  # rows of an AMX tile on a CPU
@@ -47,8 +51,19 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
     return weights_Tk, indices_Tk
 
 
+class LowRank(NamedTuple):
+    """A low-rank addition `scale * B @ A` to the matrix of each expert (LoRA): A `[E, r, I]`, B `[E, O, r]`."""
+
+    a_ErI: Tensor
+    b_EOr: Tensor
+    scale: float
+
+
 @uncompiled
-def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[bool, bool] = (False, False)) -> Tensor:
+def experts(
+    rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[bool, bool] = (False, False),
+    lora: tuple[LowRank | None, LowRank | None] = (None, None),
+) -> Tensor:  # fmt: skip
     """Run SwiGLU experts on rows sorted by expert. -> y_ND, each row times its routing weight
 
     `gate_up` has R = 2F rows, [gate; up]. The routing weight is applied before `down`, where rows are F wide and
@@ -56,16 +71,43 @@ def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[boo
     host, and so waits for the device.
 
     Experts without rows still get gradients: zeros, never None. `fp8`: run the matmuls with `gate_up` and `down` in
-    FP8. A scale covers one row, or a block of one expert, so routing moves no scale.
+    FP8. A scale covers one row, or a block of one expert, so routing moves no scale. `lora`: adapters of `gate_up` and
+    of `down`, whose matmuls are never in FP8.
     """
     x_ND, counts_E, weight_N = rows.x_ND, rows.counts_E, rows.weight_N
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # The grouped kernel would leave the rows beyond the counts uninitialised, in the output and in dX.
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
-    if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
-        return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
-    counts = to_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
-    return _looped(x_ND, gate_up_ERD, down_EDF, counts, weight_N, fp8)
+    # The choice for the base does not depend on adapters: where B is 0 the result must be the base's to the bit.
+    grouped = can_group(x_ND, down_EDF) and not any(fp8)  # no grouped kernel has block scales
+    multiply = _grouped(counts_E) if grouped else _looped(rows)
+    hidden_NR = _adapted(multiply(x_ND, gate_up_ERD, fp8[0]), x_ND, lora[0], rows)
+    x_NF = swiglu(hidden_NR, weight_N)
+    return _adapted(multiply(x_NF, down_EDF, fp8[1]), x_NF, lora[1], rows)
+
+
+def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
+    """Add what the adapters make of the rows of each expert: rounded once.
+
+    A rank that is not a multiple of 16 bytes is a stride that the grouped kernel refuses: then a loop runs, which waits
+    for the device.
+    """
+    if lora is None:
+        return y
+    multiply = _grouped(rows.counts_E) if can_group(x, lora.a_ErI) else _looped(rows)
+    return torch.add(y, multiply(multiply(x, lora.a_ErI, False), lora.b_EOr, False), alpha=lora.scale)
+
+
+def _grouped(counts_E: Tensor) -> Multiply:
+    """Return a grouped GEMM: one kernel launch for all experts, whatever their numbers of rows."""
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    return lambda x, weight_EOI, _: _grouped_linear(x, weight_EOI, counts_E, ends_E)
+
+
+def _looped(rows: Rows) -> Multiply:
+    """Return a matmul that runs one expert after the other."""
+    counts = to_host([rows.counts_E], [len(rows.x_ND)])[0] if rows.counts is None else rows.counts
+    return lambda x, weight_EOI, fp8: _LoopedLinear.apply(x, weight_EOI, counts, fp8)
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
@@ -91,13 +133,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
         return _GROUPING[0], 0
     capability: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
     return capability
-
-
-def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, weight_N: Tensor) -> Tensor:
-    """Run both matmuls as grouped GEMMs: one kernel launch for all experts, whatever their numbers of rows."""
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    hidden_NR = _grouped_linear(x_ND, gate_up_ERD, counts_E, ends_E)
-    return _grouped_linear(swiglu(hidden_NR, weight_N), down_EDF, counts_E, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
@@ -163,7 +198,30 @@ def without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
 
     `masked_fill_` and not a multiplication: uninitialised memory may hold NaN, and 0 * NaN is NaN.
     """
+    if d_EOI.is_contiguous() and _has_kernel(d_EOI):
+        from .kernels import unused_experts
+
+        return unused_experts.zero_unused(d_EOI, counts_E)
+    return _without_unused(d_EOI, counts_E)
+
+
+def _without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
     return d_EOI.masked_fill_((counts_E == 0)[:, None, None], 0.0)
+
+
+def _has_kernel(d_EOI: Tensor) -> bool:
+    """Tell whether kernels/unused_experts.py writes zeros here, and nothing but zeros."""
+
+    def trial() -> tuple[list[Tensor], list[Tensor]]:
+        from .kernels import unused_experts
+
+        counts_E = torch.tensor([0, 3, 0, 0, 1], device=d_EOI.device)
+        before_EOI = torch.linspace(1, 2, 5 * 16 * 1025, device=d_EOI.device).view(5, 16, 1025).to(d_EOI.dtype)
+        before_EOI[counts_E == 0] = torch.nan
+        after = [zero(before_EOI.clone(), counts_E) for zero in (unused_experts.zero_unused, _without_unused)]
+        return after[:1], after[1:]
+
+    return agrees("unused_experts", d_EOI.dtype, d_EOI.device, trial, 0.0)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -185,16 +243,6 @@ def _contiguous(x: Tensor) -> Tensor:
     refused.
     """
     return x.contiguous() if x.numel() else x.clone(memory_format=torch.contiguous_format)
-
-
-def _looped(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], weight_N: Tensor,
-    fp8: tuple[bool, bool],
-) -> Tensor:  # fmt: skip
-    """Run one expert after the other."""
-    hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
-    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR, weight_N), down_EDF, counts, fp8[1])
-    return y_ND
 
 
 class _LoopedLinear(torch.autograd.Function):

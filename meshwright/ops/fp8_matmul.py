@@ -23,6 +23,7 @@ from torch import Tensor
 from ..log import logger
 from .fp8_tensor import Quantised
 from .kernels import NARROW, SLOW, in_own_thread
+from .kernels.trials import agrees
 
 BLOCK = 128
 NUMBERS = torch.float8_e4m3fn
@@ -144,15 +145,65 @@ def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
     """
     rows_MK = x.flatten(0, -2)
     num_rows, (num_out, width) = len(rows_MK), weight_NK.shape
-    codes, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
-    weight_codes, weight_scales = _quantised_matrix(weight_NK)
-    grid = F.pad(weight_scales.view(num_out // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4)).contiguous()
+    one_kernel = _quantises_in_one_kernel(x.device)
+    codes, scales = _rows_operand(rows_MK, -num_rows % 4, one_kernel)
+    weight_codes, weight_scales = _matrix_operand(weight_NK, one_kernel)
+    grid = F.pad(weight_scales, (0, -(width // BLOCK) % 4)).contiguous()
     y: Tensor = F.scaled_mm(
-        codes.flatten(1).contiguous(), weight_codes.reshape(num_out, width).contiguous().t(),
-        scales.squeeze(-1).t().contiguous().t(), F.ScalingType.BlockWise1x128,
+        codes, weight_codes.t(), scales, F.ScalingType.BlockWise1x128,
         grid.t(), F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
     )  # fmt: skip
     return y[:num_rows].view(*x.shape[:-1], num_out)
+
+
+def _rows_operand(rows_MK: Tensor, num_padding: int, one_kernel: bool) -> tuple[Tensor, Tensor]:
+    """Quantise activations and rows of zeros behind them. -> codes [M, K], scales [M, K / 128] by column"""
+    if one_kernel:
+        from .kernels import fp8_blocks
+
+        return fp8_blocks.quantised_rows(rows_MK, num_padding)
+    codes, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, num_padding)))
+    return codes.flatten(1).contiguous(), scales.squeeze(-1).t().contiguous().t()
+
+
+def _matrix_operand(weight_NK: Tensor, one_kernel: bool) -> tuple[Tensor, Tensor]:
+    """Quantise a weight, unless it came so. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
+    if one_kernel and not isinstance(weight_NK, Quantised):
+        from .kernels import fp8_blocks
+
+        return fp8_blocks.quantised_matrix(weight_NK)
+    codes, scales = _quantised_matrix(weight_NK)
+    return codes.reshape(weight_NK.shape).contiguous(), scales[:, 0, :, 0]
+
+
+def _quantises_in_one_kernel(device: torch.device) -> bool:
+    """Tell whether kernels/fp8_blocks.py quantises here, to the same bits as the formulas above."""
+    return agrees("fp8_blocks", None, device, functools.partial(_compare_quantised, device), 0.0)
+
+
+def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Return codes and scales of numbers of every kind by the kernel, and by the formula."""
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for into, one_kernel in zip(results, (True, False), strict=True):
+        for dtype in (torch.bfloat16, torch.float32):
+            x_MK = _numbers_of_every_kind().to(device, dtype)
+            operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT)]
+            operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]
+            for codes, scales in operands:
+                bits = codes.view(torch.uint8)
+                into += [bits.where(bits & 127 != 127, 127), scales]  # codes of NaN differ in their sign by device
+    return results
+
+
+def _numbers_of_every_kind() -> Tensor:
+    """Return 256 x 256 numbers: of any magnitude, ties, zeros, and some that are not finite."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), device="cpu")
+    x *= torch.logspace(-12, 4, 256)[:, None].roll(128, 0)
+    x[0, :128], x[2, :128] = 0.0, 1e-42
+    x[1, :128] = torch.arange(128) * 2.0**-10
+    x[1, 0] = 448.0  # the scale is 1, so odd ones are ties of subnormal codes
+    x[3, 5], x[4, 7], x[140, 200] = torch.nan, -torch.inf, torch.inf
+    return x
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -11,12 +11,15 @@ Shapes: T tokens, V words, D model width, N slices of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .kernels import NARROW
+from .kernels.trials import agrees
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
@@ -33,6 +36,9 @@ _CAST_WORDS = part_size(__name__, "_CAST_WORDS", 1 << 15, small=37)
 _WIDENED_ON_CPU = part_size(__name__, "_WIDENED_ON_CPU", 1 << 19, small=701)
 _WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
 
+# How far the kernel of kernels/logits.py may be off, of the norm: both sides round the gradient once to this dtype.
+_OFF = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True) -> Tensor:
     """Reduce each token's logits over these V words to three numbers, in at least float32. -> stats_T3
@@ -44,8 +50,14 @@ def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 
 
 
 def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
-    """Return how many tokens' logits exist at once."""
-    return CHUNK if kind_of(x_TD.device) == "cpu" else max(CHUNK, _LOGITS // max(1, len(weight_VD)))
+    """Return how many tokens' logits exist at once.
+
+    Off the CPU chunks are of one size: the last one's logits are kept for backward, and so are not computed twice.
+    """
+    if kind_of(x_TD.device) == "cpu":
+        return CHUNK
+    most, num_tokens = max(CHUNK, _LOGITS // max(1, len(weight_VD))), len(x_TD)
+    return -(-num_tokens // -(-num_tokens // most)) if num_tokens > most else most
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,11 +85,14 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
         stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=at_least_float32(x_TD))
-        ctx.last, last = None, (len(x_TD) - 1) // chunk
+        ctx.last, last, ctx.by_kernel = None, (len(x_TD) - 1) // chunk, _has_kernel(x_TD, len(weight_VD))
         for i, (x, labels, stats) in enumerate(zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
-            stats.copy_(_stats(ctx.last, labels, entropy, into_probs=i == last and not entropy))
+            if ctx.by_kernel:
+                stats.copy_(_stats_by_kernel(ctx.last, labels, entropy))
+            else:
+                stats.copy_(_stats(ctx.last, labels, entropy, into_probs=i == last and not entropy))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -97,7 +112,11 @@ class _TokenStats(torch.autograd.Function):
             are_probs = cached is not None and not ctx.entropy
             d_TV = _logits(x_TD[rows], weight_VD) if cached is None else cached
             cached = None
-            _overwrite_with_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy, are_probs)
+            of_rows = (d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy)
+            if ctx.by_kernel:
+                _overwrite_by_kernel(*of_rows)
+            else:
+                _overwrite_with_gradient(*of_rows, are_probs)
             if dx_TD is not None:
                 dx_TD[rows] = _input_gradient(d_TV, weight_VD, x_TD)
             if dw_VD is not None:
@@ -128,10 +147,41 @@ def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> No
     if dw_VD.dtype == d_TV.dtype:
         dw_VD.addmm_(d_TV.T, x_wide, beta=int(add))  # beta=0 ignores what dw holds, even NaN
         return
+    if _accumulates_wide(d_TV, dw_VD):
+        _add_product(dw_VD, d_TV, x_wide, add)
+        return
     words = _cast_words(x_TD)
     for dw, d in zip(dw_VD.split(words), d_TV.split(words, dim=1), strict=True):
         write = dw.add_ if add else dw.copy_
         write(d.T @ x_wide)
+
+
+def _add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
+    """Write d.T @ x to a wider dw, or add it, in one matmul: no narrow product, and no pass to add it."""
+    if not dw_VD.is_meta:
+        torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=dw_VD.dtype, beta=int(add), out=dw_VD)
+
+
+def _accumulates_wide(d_TV: Tensor, dw_VD: Tensor) -> bool:
+    """Tell whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can."""
+    if kind_of(d_TV.device) == "cpu" or d_TV.dtype not in NARROW or dw_VD.dtype != torch.float32:
+        return False
+
+    def trial() -> tuple[list[Tensor], list[Tensor]]:
+        d, x = (_normal(d_TV, 67, width) for width in (130, 72))
+        got = torch.full((130, 72), float("nan"), device=d.device)
+        for add in (False, True):
+            _add_product(got, d, x, add)
+        return [got], [2 * (d.T.float() @ x.float())]
+
+    # The formula may multiply in TF32, whose products of 16-bit factors are exact.
+    return d_TV.is_meta or agrees("addmm with a float32 result", d_TV.dtype, d_TV.device, trial, 1e-4)
+
+
+def _normal(like: Tensor, *shape: int) -> Tensor:
+    """Draw the same normal numbers on every device."""
+    noise = torch.randn(*shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return noise.to(like.device, like.dtype)
 
 
 def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
@@ -158,6 +208,48 @@ def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ..
     num_logits = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
     rows = max(1, num_logits // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
+
+
+def _has_kernel(x_TD: Tensor, num_words: int) -> bool:
+    """Tell whether kernels/logits.py reads logits of x: on an accelerator where it agrees with the formula below."""
+    if kind_of(x_TD.device) == "cpu" or x_TD.dtype not in (*NARROW, torch.float32) or not num_words:
+        return False
+    trial = partial(_compare_kernel, x_TD, num_words)
+    return x_TD.is_meta or agrees("logits", (x_TD.dtype, num_words), x_TD.device, trial, _OFF[x_TD.dtype])
+
+
+def _compare_kernel(x_TD: Tensor, num_words: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return stats and gradients of a few rows of so many words by the kernel, and by the formula."""
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    slope_T1 = torch.tensor([[9.0], [-9.0], [0.0], [1.0]], device=x_TD.device)  # the largest logit comes late, or early
+    slope_TV = slope_T1 * torch.linspace(-1, 1, num_words, device=x_TD.device)
+    logits_TV, d_T3 = 3 * _normal(x_TD, 4, num_words) + slope_TV.to(x_TD.dtype), _normal(x_TD, 4, 3).float()
+    labels_T = torch.tensor([0, num_words - 1, -100, num_words], device=x_TD.device)
+    for entropy in (True, False):
+        mine, theirs = logits_TV.clone(), logits_TV.clone()
+        stats_T3 = _stats(theirs, labels_T, entropy, into_probs=False)
+        results[0].append(_stats_by_kernel(mine, labels_T, entropy))
+        _overwrite_by_kernel(mine, stats_T3, d_T3, labels_T, entropy)
+        _overwrite_with_gradient(theirs, stats_T3, d_T3, labels_T, entropy, are_probs=False)
+        results[0].append(mine)
+        results[1].extend([stats_T3, theirs])
+    return results
+
+
+def _stats_by_kernel(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
+    if logits_TV.is_meta:
+        return logits_TV.new_empty(len(logits_TV), 3, dtype=torch.float32)
+    from .kernels import logits
+
+    return logits.token_stats(logits_TV, labels_T, entropy)
+
+
+def _overwrite_by_kernel(block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool) -> None:
+    if block_TV.is_meta:
+        return
+    from .kernels import logits
+
+    logits.overwrite_with_gradient(block_TV, stats_T3, d_T3, labels_T, entropy)
 
 
 def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_probs: bool) -> Tensor:

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .kernels import NARROW
+from .kernels.trials import agrees
+from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
 
 
@@ -56,12 +59,48 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, back_N: Tensor, k: int) -> Tensor:
         ctx.order_N, ctx.k = order_N, k
-        return y_ND.index_select(0, back_N).view(len(y_ND) // k, k, y_ND.shape[1]).sum(1)
+        return sum_rows(y_ND, back_N, k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None, None, None]:
         return d_TD.index_select(0, ctx.order_N // ctx.k), None, None, None
+
+
+def sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
+    """Sum `num` rows a token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
+    if num == 1 or not _has_kernel(y_ND, num):
+        return _sum_rows(y_ND, at_N, num)
+    if y_ND.is_meta:
+        return y_ND.new_empty(len(at_N) // num, y_ND.shape[1])
+    from .kernels import row_sums
+
+    return row_sums.sum_rows(y_ND, at_N, num)
+
+
+def _sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
+    return y_ND.index_select(0, at_N).view(len(at_N) // num, num, y_ND.shape[1]).sum(1)
+
+
+# How far kernels/row_sums.py may be off, of the norm: both sides round once to this dtype.
+_OFF = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
+
+def _has_kernel(y_ND: Tensor, num: int) -> bool:
+    """Tell whether kernels/row_sums.py sums rows like these: on an accelerator where it agrees with the formula."""
+    if kind_of(y_ND.device) == "cpu" or y_ND.dtype not in (*NARROW, torch.float32):
+        return False
+
+    def trial() -> tuple[list[Tensor], list[Tensor]]:
+        from .kernels import row_sums
+
+        noise = torch.Generator().manual_seed(0)
+        some_ND = torch.randn(3 * num, y_ND.shape[1], generator=noise, device="cpu").to(y_ND.device, y_ND.dtype)
+        at_N = torch.randperm(3 * num, generator=noise, device="cpu").to(y_ND.device)
+        return [row_sums.sum_rows(some_ND, at_N, num)], [_sum_rows(some_ND, at_N, num)]
+
+    kind = (y_ND.dtype, y_ND.shape[1], num)
+    return y_ND.is_meta or agrees("row_sums", kind, y_ND.device, trial, _OFF[y_ND.dtype])
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -219,6 +258,6 @@ class _Reordered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_ND: Tensor) -> tuple[Tensor, None, None]:
         (back_N,) = ctx.saved_tensors
-        d_ND = d_ND.index_select(0, back_N)
-        one_each = len(d_ND) == ctx.num_tokens
-        return (d_ND if one_each else d_ND.view(ctx.num_tokens, -1, d_ND.shape[1]).sum(1)), None, None
+        if len(d_ND) == ctx.num_tokens:
+            return d_ND.index_select(0, back_N), None, None
+        return sum_rows(d_ND, back_N, len(d_ND) // ctx.num_tokens), None, None

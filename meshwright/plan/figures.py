@@ -17,6 +17,7 @@ import torch
 
 from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
+from ..engine.gradient_start import begun_backward
 from ..engine.step_bill import engine_bill
 from ..errors import ConfigError
 from ..memory.budget import Need, choices, fits, held_while_training, widths_of, with_hold
@@ -110,7 +111,13 @@ class Figures:
         # A device of unknown size has 0 bytes: then hold=True is chosen only where the schedule needs it.
         blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", blueprint)
-        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
+        work = replace(self.work, numbers=self.gathered_in_fp8)
+        if blueprint.recipe.lora is not None:
+            # Gradients begin beside the first adapter, in the middle of a layer, and on one rank of the pipeline only.
+            frozen = frozenset(blueprint.table.params) - self.trained
+            begins = begun_backward(blueprint.spec, self.axes, 0, COMPUTE, self.trained)
+            work = replace(work, frozen=frozen, begins=begins)
+        object.__setattr__(self, "work", work)
 
     @property
     def memory(self) -> MemoryOptions:
@@ -144,14 +151,29 @@ class Figures:
     @property
     def gathered_in_fp8(self) -> frozenset[str]:
         """Return the names of the weights whose all-gather sends 8-bit codes."""
-        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=self.memory.gathers_wide)
+        return gathered_in_fp8(self.blueprint.spec, self.trained, wide=self.memory.gathers_wide)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Return the names of the trained parameters: all of them, or with adapters those."""
+        blueprint = self.blueprint
+        return frozenset(blueprint.table.params if blueprint.recipe.lora is None else blueprint.trained())
 
     @cached_property
     def need(self) -> Need:
-        """Return the memory that a run needs if it trains every parameter, as `Model.need` computes it."""
-        trained, offload = frozenset(self.blueprint.table.params), self.memory.offload
-        held = held_while_training(COMPUTE, trained, self.optimizer, offload=offload, low=self.gathered_in_fp8)
-        return Need(self.blueprint.spec, self.axes, held, self.passing)
+        """Return the memory that a run needs if it trains every parameter, or the adapters, as `Model.need` computes
+        it."""
+        blueprint, offload = self.blueprint, self.memory.offload
+        narrow, quantised = dict[str, int](), frozenset[str]()
+        if blueprint.recipe.lora is not None:  # the base stays in the dtype of its files
+            dtypes = blueprint.stored_dtypes(COMPUTE, self.trained)
+            narrow = {name: dtype.itemsize for name, dtype in dtypes.items()}
+            quantised = blueprint.stays_quantised(self.trained)
+        held = held_while_training(
+            COMPUTE, self.trained, self.optimizer, offload=offload, narrow=narrow, numbers=quantised,
+            low=self.gathered_in_fp8,
+        )  # fmt: skip
+        return Need(blueprint.spec, self.axes, held, self.passing)
 
     @property
     def passing(self) -> StepWork | None:

@@ -64,7 +64,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Init:
-    """The initial value of a parameter: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
+    """The initial value of a parameter: `normal` (of std `scale`), `uniform` (within +-scale), `zeros`, `ones`,
+    `log_uniform` (log of 0..scale).
+    """
 
     kind: str
     scale: float = 0.0
@@ -83,6 +85,7 @@ class Param:
     init: Init = Init("normal", 0.02)
     optional: bool = False  # a source may lack it: it is then new
     low: bool = False  # files may hold it quantised, with a scale for each block
+    adapter: bool = False  # a factor of an adapter (LoRA): new, and in files of its own
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
     first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
@@ -129,7 +132,7 @@ class Declared(nn.Parameter):
 def weight(
     rows: Mapping[str, int], cols: Mapping[str, int] | None = None, *, key: str | None = None,
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
-    init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False,
+    init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False, adapter: bool = False,
 ) -> Declared:  # fmt: skip
     """Declare a parameter.
 
@@ -141,7 +144,9 @@ def weight(
         )
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
-    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional, low))
+    return Declared(
+        Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional, low, adapter)
+    )
 
 
 def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, c
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
+from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,10 @@ class PipelineSection(section_from(Pipeline)):  # type: ignore[misc]  # the fiel
     """The pipeline schedule and its stages, for meshes with pp."""
 
 
+class LoraSection(section_from(Lora, but={"dropout", "b_std"})):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Low-rank adapters instead of all weights; docs/lora.md says when and with which rank and learning rate."""
+
+
 class PicturesSection(Section):
     """Limits and paths of images and videos in chats, for `tower = true`."""
 
@@ -209,7 +213,7 @@ class LengthSection(Section):
     """The compute dtype of matmuls. Trained weights and optimizer state are float32, or float64 with "float64"."""
 
 
-_BY_HAND = {"head", "dtype", "memory", "pipeline", "context"}  # fields of Recipe that `section_from` leaves out
+_BY_HAND = {"head", "dtype", "memory", "pipeline", "context", "lora"}  # fields of Recipe that `section_from` leaves out
 
 
 class TrainSection(section_from(MemoryOptions, section_from(Recipe, LengthSection, _BY_HAND))):  # type: ignore[misc]
@@ -294,7 +298,10 @@ class SaveSection(Section):
     wait: bool = False
     """Wait until a checkpoint is on the disk; by default it is written in the background (asynchronously)."""
     export: bool = True
-    """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""
+    """Write the trained weights as a Hugging Face directory, OUT/export, at the end. With `[lora]` these are the
+    adapters alone, as a PEFT directory, OUT/adapter."""
+    merged: bool = False
+    """With `[lora]`: write OUT/export too, the weights with their adapters merged."""
 
 
 class SampleSection(Section):
@@ -357,6 +364,7 @@ class Config(Section):
     mesh: MeshSection = MeshSection()
     pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()
+    lora: LoraSection | None = None
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -373,6 +381,7 @@ class Config(Section):
         memory = MemoryOptions(**{name: train[name] for name in MemoryOptions.__dataclass_fields__})
         pipeline, context = Pipeline(**self.pipeline.model_dump()), ContextParallel(**self.context.model_dump())
         others = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _BY_HAND}
+        others |= {} if self.lora is None else {"lora": Lora(**self.lora.model_dump())}
         return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **others)
 
 
@@ -396,7 +405,7 @@ def leaves(section: BaseModel, at: Place = ()) -> Iterator[Leaf]:
             yield from leaves(value, (*at, name))
             continue
         yield Leaf((*at, name), field, value)
-        for number, each in enumerate(value if section_of(field.annotation) else ()):
+        for number, each in enumerate(value if section_of(field.annotation) and value else ()):
             yield from leaves(each, (*at, name, number))
 
 

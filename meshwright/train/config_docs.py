@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .config import Config, Fixed, Leaf, Place, SourceSection, leaves, named, section_of, to_toml
+from .config import Config, Fixed, Leaf, Place, SourceSection, is_list, leaves, named, section_of, to_toml
 
 _HEAD = """# The file of a run
 
@@ -61,7 +61,7 @@ def _resolved(config: Config) -> Config:
 
 def _compared(leaf: Leaf) -> Any:
     """Return the value to compare: for a list of sections only its length, as each field in it is a leaf too."""
-    return len(leaf.value) if section_of(leaf.field.annotation) else leaf.value
+    return len(leaf.value) if is_list(leaf.field.annotation) and section_of(leaf.field.annotation) else leaf.value
 
 
 def _is_fixed(place: Place) -> bool:
@@ -109,7 +109,7 @@ def _sections(section: type[BaseModel], title: str = "") -> Iterator[tuple[str, 
     for name, field in section.model_fields.items():
         if inner := section_of(field.annotation):
             at = f"{title.strip('[]')}.{name}" if title else name
-            yield from _sections(inner, f"[{at}]" if inner is field.annotation else f"[[{at}]]")
+            yield from _sections(inner, f"[[{at}]]" if is_list(field.annotation) else f"[{at}]")
 
 
 def _section_page(title: str, section: type[BaseModel]) -> str:

@@ -51,11 +51,18 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "logging_steps": ("log", "every"),
     **dict.fromkeys(("wandb_project",), ("log", "wandb")),
     "ddp_timeout": ("launch", "timeout_s"),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), ("lora", "rank")),
+    "lora_alpha": ("lora", "alpha"),
+    **dict.fromkeys(("target_modules", "lora_target_modules", "lora_target", "lora_targets"), ("lora", "targets")),
+    "use_rslora": ("lora", "rslora"),
+    "adapter_name_or_path": ("lora", "path"),
 }  # fmt: skip
 
-_LORA = (
-    "LoRA and other adapters are not supported. `train = [...]` of [train] takes patterns of the parameters to train, "
-    "and freezes the others"
+_LORA = "a section [lora] trains adapters: rank, alpha and targets, which are all linear layers by default"
+_OTHER_ADAPTERS = "DoRA and bases quantised to 4 bits are not supported; [lora] trains adapters beside a frozen base"
+_DROPOUT = (
+    "dropout of adapters is not supported: its mask would have to be the same on every mesh and in recomputation. Use "
+    "fewer epochs or a smaller rank against overfitting"
 )
 _BATCH = (
     "tokens_per_step of [train] is the batch of a whole step, in tokens over all data ranks. A micro-batch is one "
@@ -91,11 +98,10 @@ REFUSED = {
     "streaming": "a stream has no exact plan: what is trained on would depend on the number of ranks and on restarts. "
     "The data set is downloaded and tokenised once. If it is too large for the disk, select a part: hf_subset, "
     "hf_split, or some of its files as path",
-    **dict.fromkeys(
-        ("lora", "qlora", "dora", "peft", "use_peft", "adapter", "adapters", "target_modules", "modules_to_save",
-         "finetuning_type"),
-        _LORA,
-    ),
+    **dict.fromkeys(("peft", "use_peft", "use_lora", "adapter", "adapters", "finetuning_type"), _LORA),
+    **dict.fromkeys(("qlora", "dora", "use_dora"), _OTHER_ADAPTERS),
+    **dict.fromkeys(("lora_dropout", "dropout"), _DROPOUT),
+    "modules_to_save": "`train = [...]` of [train] names parameters that are trained whole, besides the adapters",
     **dict.fromkeys(
         ("gradient_accumulation", "grad_accum", "accumulate_grad_batches", "per_device_train_batch_size",
          "per_device_batch_size", "micro_batch_size", "micro_batches", "train_batch_size", "local_batch_size"),

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import torch
 
-from ..engine import Engine, Model, StepRecord, check_export, export, load, losses
+from ..engine import (
+    Engine,
+    Model,
+    StepRecord,
+    check_export,
+    check_export_adapter,
+    export,
+    export_adapter,
+    load,
+    losses,
+)
 from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
@@ -35,7 +45,7 @@ from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .step_metrics import BySource
 
-EXPORT = "export"
+EXPORT, ADAPTER = "export", "adapter"
 
 
 class Trainer:
@@ -72,7 +82,7 @@ class Trainer:
         prompts = prompts_of(config.sample, config.data[0], directory)
         self.model = load(config.model, mesh, **vars(config.recipe))
         if config.save.export:
-            check_export(self.model, self.out / EXPORT, overwrite=True)
+            self._check_export()
         self.engine = _engine(config, self.model, self.data)
         self.position = position_of(config, self.engine, self.data)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
@@ -112,8 +122,22 @@ class Trainer:
         for _ in self.steps():
             pass
         if self.why in ("", EARLY) and self.config.save.export:
-            export(self.model, self.out / EXPORT, overwrite=True)
+            self._export()
         return "" if self.why == EARLY else self.why
+
+    def _check_export(self) -> None:
+        """Refuse now what the export at the end would refuse."""
+        if self.config.lora is not None:
+            check_export_adapter(self.model, self.out / ADAPTER, overwrite=True)
+        if self.config.lora is None or self.config.save.merged:
+            check_export(self.model, self.out / EXPORT, overwrite=True, merge=self.config.save.merged)
+
+    def _export(self) -> None:
+        """Write OUT/export; with adapters OUT/adapter, and OUT/export if it is to be merged."""
+        if self.config.lora is not None:
+            export_adapter(self.model, self.out / ADAPTER, overwrite=True)
+        if self.config.lora is None or self.config.save.merged:
+            export(self.model, self.out / EXPORT, overwrite=True, merge=self.config.save.merged)
 
     @property
     def _first_step(self) -> int:

@@ -20,8 +20,9 @@ from .directory import (
 from .file_version import opened
 from .frozen_scales import Values, check_same, grid_of, rows_of
 from .hub import download, is_hub_id, local_directory
-from .keymap import Key, KeyMap, blocks_by_key, keys_of, of_source, of_table, widest
-from .output_dir import Target, atomic_directory, check_writable, to_disk
+from .keymap import ADAPTERS, Key, KeyMap, blocks_by_key, keys_of, of_source, of_table, widest
+from .merged import Delta, MergedValues
+from .output_dir import Target, atomic_directory, check_target, check_writable, to_disk
 from .quant_formats import BYTES
 from .random_init import fill_fresh
 from .read_plan import Read, fill, load_bill, plan_reads

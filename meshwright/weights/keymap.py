@@ -26,6 +26,7 @@ from .reader import Choice, carried_keys, chosen
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .source import Source
 
+ADAPTERS = "adapters.safetensors"  # the file of adapters, whose keys no reader of the base expects in its files
 _MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=60_011)
 
 
@@ -196,6 +197,17 @@ class KeyMap:
         not_converted = ["lm_head", *_modules(key for key in self.keys.values() if key.name not in scales)]
         return replace(self, keys=keys, scales=scales, quantization=config_of(list(dict.fromkeys(not_converted))))
 
+    def of_adapters(self) -> KeyMap:
+        """Return the key map of the adapters alone."""
+        keys = {k.name: k for k in self.keys.values() if k.file == ADAPTERS}
+        return replace(self, keys=keys, carried=frozenset(), scales={}, quantization={})
+
+    def of_base(self) -> KeyMap:
+        """Return the key map of everything but adapters."""
+        if all(key.file != ADAPTERS for key in self.keys.values()):
+            return self
+        return replace(self, keys={k.name: k for k in self.keys.values() if k.file != ADAPTERS})
+
     def without(self, name: str) -> KeyMap:
         """Return the key map without one key."""
         keys = {k.name: k for k in self.keys.values() if k.name != name}
@@ -235,15 +247,16 @@ def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]
     # A fresh value head gets the dtype of the last tensor of the files, usually bfloat16, unless that is quantised or
     # an integer.
     last_key = list(keys.values())[-1]
+    last_dtype = last_key.dtype if last_key.dtype in ("F32", "F16", "BF16") else "F32"
     for name in fresh:
+        dtype_and_file = ("F32", ADAPTERS) if table[name].adapter else (last_dtype, last_key.file)
         for key, shape in chosen(table[name], choice).keys.items():
-            keys[key] = Key(
-                key, last_key.dtype if last_key.dtype in ("F32", "F16", "BF16") else "F32", shape, last_key.file
-            )
-    file_order = {file: number for number, file in enumerate(source.files)}
+            keys[key] = Key(key, dtype_and_file[0], shape, dtype_and_file[1])
+    file_order = {file: number for number, file in enumerate([*source.files, ADAPTERS])}
     ordered = sorted(keys.values(), key=lambda k: file_order[k.file])
     by_name = {k.name: k for k in ordered}
-    return KeyMap(choice, by_name, frozenset(carried), frozenset(fresh), source.metadata, source)
+    metadata = {**source.metadata, ADAPTERS: {"format": "pt"}}
+    return KeyMap(choice, by_name, frozenset(carried), frozenset(fresh), metadata, source)
 
 
 def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> KeyMap:
@@ -253,9 +266,10 @@ def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> 
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
     # Several parameters may share a key (q, k, v of a fused tensor); each key is counted once.
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
-    unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
-    sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}
-    files = _assign_files(sizes)
+    unique = {k: (s, "F32" if p.float32 or p.adapter else NAMES[dtype]) for k, s, p in shapes}
+    adapters = {k for k, _, p in shapes if p.adapter}
+    sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items() if k not in adapters}
+    files = {**_assign_files(sizes), **dict.fromkeys(adapters, ADAPTERS)}
     return KeyMap(
         choice,
         {k: Key(k, d, s, files[k]) for k, (s, d) in unique.items()},

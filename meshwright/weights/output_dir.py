@@ -38,6 +38,7 @@ class Target:
     names: frozenset[str]
     source: Path
     overwrite: bool = False
+    config: str = CONFIG  # the file by which such a directory is known, before it is replaced
 
     @property
     def path(self) -> Path:
@@ -76,10 +77,10 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
         raise FileExistsError(f"the model was loaded from {path}, and its files are read again; choose another")
     written = index_files(path)
     replaceable = {*target.names, *((INDEX, *written) if written else (_ONE_FILE,))}
-    if not (path / CONFIG).is_file() or not any(path.glob("*.safetensors")):
+    if not (path / target.config).is_file() or not any(path.glob("*.safetensors")):
         raise FileExistsError(
-            f"{path} is not a model directory ({CONFIG} and safetensors files), so overwrite=True does not replace it; "
-            "choose another directory, or remove it"
+            f"{path} is not such a directory ({target.config} and safetensors files), so overwrite=True does not "
+            "replace it; choose another directory, or remove it"
         )
     folders = {str(folder) for name in replaceable for folder in Path(name).parents}
     for entry in sorted(path.rglob("*")):

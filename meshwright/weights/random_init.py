@@ -71,6 +71,8 @@ def _draw(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> Ten
     """
     if init.kind == "normal":
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * init.scale
-    assert init.kind == "log_uniform", init
+    assert init.kind in ("uniform", "log_uniform"), init
     drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    if init.kind == "uniform":
+        return (2 * drawn - 1) * init.scale
     return (drawn * init.scale).clamp_min(1e-4).log()

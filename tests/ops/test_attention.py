@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import attention, documents
+from meshwright.ops import attention, documents, meta_kernels
 from meshwright.ops.kernels import agrees
 from tests.ops import references
 from tests.ops.references import assert_no_leak, compare, evenly, quick, ragged, rand, smoke
@@ -114,3 +114,78 @@ def test_refuses_what_does_not_fit():
 def test_smoke(dtype, tolerance):
     docs = documents([20, 1, 11], "cpu")
     smoke(lambda q, k, v: attention(q, k, v, docs), inputs(32, dim=16), dtype, tolerance)
+
+
+EQUAL = [(1, 1), (2, 2, 2), (5,) * 4, (64, 64)]
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2)])
+@pytest.mark.parametrize("lengths", EQUAL)
+def test_documents_of_one_length_are_one_call(lengths, heads):
+    docs = documents(lengths, "cpu")
+    compare(
+        lambda q, k, v: module._equal_documents(q, k, v, docs),
+        lambda q, k, v: references.attention(q, k, v, docs.bounds),
+        inputs(sum(lengths), *heads),
+    )
+
+
+def test_documents_of_one_length_in_slices_of_one_matmul():
+    """As layers bring them: q, k and v are views of one tensor."""
+    docs, x = documents((5, 5, 5), "cpu"), rand(15, 8, 4)
+
+    def split(attend):
+        return lambda x: attend(*x.split([4, 2, 2], 1), docs)
+
+    compare(split(module._equal_documents), split(module._by_document), [x])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"), [((512, 512), 1), ((512, 256), 2), ((512,), 1), ((256,) * 3, 1), ((500, 500), 2)]
+)
+def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, lengths, calls):
+    called, docs = [], documents(lengths, "cpu")
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*given, **options):
+        called.append(given)
+        return real(*given, **options)
+
+    monkeypatch.setattr(module.F, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(module, "_LONG_MACS", 1)
+    streams = [x.detach() for x in inputs(sum(lengths))]
+    here = attention(*streams, docs)
+    assert len(called) == len(lengths), "a CPU takes one document after the other"
+    called.clear()
+    monkeypatch.setattr(module, "kind_of", lambda _: "accelerator")
+    assert torch.allclose(attention(*streams, docs), here, rtol=0, atol=1e-12)
+    assert len(called) == calls
+
+
+def test_a_plan_of_documents_of_one_length(monkeypatch):
+    monkeypatch.setattr(module, "_LONG_MACS", 1)
+    docs = documents((256, 256), "cpu")
+    q, k, v = (torch.empty(512, heads, 8, device="meta").requires_grad_() for heads in (4, 2, 2))
+    with meta_kernels.planned_for("cuda"):
+        o = attention(q, k, v, docs)
+        o.sum().backward()
+    assert (o.shape, k.grad.shape) == (q.shape, k.shape)
+
+
+PLANTED_IN_ONE_CALL = {
+    "each document sees the others": lambda q, k, v, docs: module._by_document(q, k, v, documents((len(q),), "cpu")),
+    "not causal": lambda q, k, v, docs: module._by_document(q, k, v, docs, causal=False),
+    "documents in another order": lambda q, k, v, docs: module._equal_documents(q.roll(5, 0), k, v, docs),
+    "tokens for heads": lambda q, k, v, docs: module._equal_documents(q.transpose(0, 1).reshape(q.shape), k, v, docs),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED_IN_ONE_CALL)
+def test_planted_bugs_of_one_call_are_seen(plant):
+    docs = documents((5, 5, 5), "cpu")
+    with pytest.raises(AssertionError):
+        compare(
+            lambda q, k, v: PLANTED_IN_ONE_CALL[plant](q, k, v, docs),
+            lambda q, k, v: references.attention(q, k, v, docs.bounds),
+            inputs(15, 4, 2),
+        )

@@ -1,0 +1,217 @@
+"""Adapters (LoRA) that leave the engine: as PEFT's files, or merged into the weights they were trained beside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import weights
+from ..errors import CheckpointError, ConfigError, ExportError
+from ..optim import SCALES
+from ..sharding import Param, Table
+from ..watch import names_lost_ranks
+from ..weights import peft_files
+from .agreement import Proposal, agree, check_is_model
+from .model import Model
+
+LAYOUTS = ("fused", "per-expert")
+
+
+def check_has_adapters(model: Model, call: str) -> None:
+    """Refuse a model without adapters."""
+    if model.recipe.lora is None:
+        raise ConfigError(f"{call}: the model has no adapters; load it with lora=mw.Lora(...)")
+
+
+def factors_on_rank_0(model: Model) -> dict[str, Tensor]:
+    """Return the whole factors of all adapters by key, in float32, on rank 0; nothing elsewhere. All ranks call it."""
+    keymap = model.keymap.of_adapters()
+    tensors = weights.whole_tensors(model.stored_model(model.stored()), model.keymap, keymap.keys.values())
+    return {key.name: tensor for key, tensor in tensors}
+
+
+def merged_values(model: Model) -> weights.MergedValues:
+    """Return this rank's weights with their adapters merged. All ranks call it: each gets all factors, which are small,
+    and no weight is sent.
+    """
+    on_rank_0, keymap = factors_on_rank_0(model), model.keymap.of_adapters()
+    whole: dict[str, Tensor] = {}
+    for name, key in keymap.keys.items():
+        tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else torch.empty(key.shape)
+        whole[name] = model.mesh.broadcast_on_hosts_(tensor, "the sending of adapters to all ranks")
+    lora, deltas = model.recipe.lora, dict[str, weights.Delta]()
+    assert lora is not None
+    for base, pair in _pairs_by_base(model).items():
+        a, b = (_assembled(param, whole) for param in (pair.a, pair.b))
+        groups = max(pair.a.matrix[0] // pair.a.dims["rank"], 1)  # halves of gate and up, or experts
+        deltas[base] = weights.Delta(a.view(groups, pair.a.dims["rank"], -1), b, lora.scale)
+    values = model.values()
+    return weights.MergedValues(values.stored, values.grids, deltas, model.pieces)
+
+
+def _pairs_by_base(model: Model) -> dict[str, peft_files.Pair]:
+    """Return the factors of each adapter by the parameter beside which they stand."""
+    pairs = peft_files.pairs_of(param for param in model.table if param.adapter)
+    return {base_of(pair.a.name): pair for pair in pairs}
+
+
+def base_of(factor: str) -> str:
+    """Return the name of the parameter that a factor belongs to: `q.weight` of `q.lora.a`, `experts.down` of
+    `experts.down_lora.a`.
+    """
+    owner = factor.rpartition(".")[0]
+    return owner.removesuffix("_lora") if owner.endswith("_lora") else owner.removesuffix("lora") + "weight"
+
+
+def _assembled(param: Param, whole: Mapping[str, Tensor]) -> Tensor:
+    """Return a factor as the matrix of its parameter, from the tensors of its keys."""
+    out = torch.empty(param.shape)
+    for block in param.layouts[0].blocks:
+        out[block.ours.slices] = block.view(whole[block.key])
+    return out.view(param.matrix)
+
+
+def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: str | None) -> tuple[Path, str]:
+    """Return the path and the layout to write, after all ranks have agreed on them."""
+    check_is_model(model)
+    check_has_adapters(model, call)
+    if not isinstance(directory, str | os.PathLike):
+        raise ExportError(f"{directory!r} is not a path; give the directory to write")
+    chosen = layout or ("per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused")
+    if chosen not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
+    path = weights.path_of(directory).absolute()
+    agree(model, call, lambda: Proposal(settings={"directory": str(path), "layout=": chosen}))
+    return path, chosen
+
+
+@names_lost_ranks()
+def check_export_adapter(
+    model: Model, directory: str | os.PathLike[str], *, layout: str | None = None, overwrite: bool = False
+) -> None:
+    """Refuse, on all ranks, whatever `export_adapter` with the same arguments would refuse. Call it before training."""
+    path, _ = _agreed(model, "check_export_adapter", directory, layout)
+    keys = model.keymap.of_adapters().keys.values()
+
+    def check() -> None:
+        if model.mesh.rank == 0:
+            weights.check_target(_target(model, path, sum(key.num_bytes for key in keys), overwrite))
+
+    model.mesh.together(check, f"the check of {path}", ExportError, f"nothing could be exported to {path}")
+
+
+@names_lost_ranks()
+def export_adapter(
+    model: Model, directory: str | os.PathLike[str], *, layout: str | None = None, overwrite: bool = False
+) -> None:
+    """Write the adapters as a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`. All ranks call it.
+
+    `layout` of routed experts: "fused", as PEFT has them for models of transformers 5, or "per-expert", which vLLM
+    reads for Qwen3-MoE. By default as the source has its experts. It appears whole or not at all.
+    """
+    path, chosen = _agreed(model, "export_adapter", directory, layout)
+    factors = factors_on_rank_0(model)
+
+    def write() -> None:
+        if model.mesh.rank == 0:
+            num_bytes = sum(tensor.nbytes for tensor in factors.values())
+            with weights.atomic_directory(_target(model, path, num_bytes, overwrite)) as folder:
+                _write(model, folder, factors, chosen)
+
+    at, nothing = f"the export of adapters to {path}", f"nothing was exported to {path}"
+    model.mesh.together(write, at, ExportError, nothing)
+
+
+def _target(model: Model, path: Path, num_bytes: int, overwrite: bool) -> weights.Target:
+    names = frozenset({peft_files.CONFIG_FILE, peft_files.WEIGHTS_FILE})
+    return weights.Target(
+        path, num_bytes + (1 << 16), names, model.directory or path.parent, overwrite, peft_files.CONFIG_FILE
+    )
+
+
+def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: str) -> None:
+    """Write config and tensors, and fsync both."""
+    lora, pairs = model.recipe.lora, peft_files.pairs_of(param for param in model.table if param.adapter)
+    assert lora is not None
+    stacks = [pair.module.rpartition(".")[0] for pair in pairs if pair.experts]
+    tensors: dict[str, Tensor] = {}
+    for pair in pairs:
+        own = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
+        nested = stacks.count(pair.module.rpartition(".")[0]) > 1
+        tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, own, layout, nested)}
+    config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""))
+    (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    # Tensors that share memory would be refused: gate and up of an expert have one A.
+    save_file(
+        {key: tensor.clone() for key, tensor in tensors.items()}, folder / peft_files.WEIGHTS_FILE, {"format": "pt"}
+    )
+    for file in folder.iterdir():
+        weights.to_disk(file)
+
+
+def saved_part(model: Model, table: Table) -> tuple[Table, weights.KeyMap]:
+    """Return the parameters and keys that a checkpoint holds: all of them, or with adapters those that are trained.
+
+    The base is not saved again with every checkpoint. Everything is in one file, whose name no loader of models looks
+    for: a checkpoint of adapters must not load as a model without them. `table`: parameters, and scales of 8-bit state.
+    """
+    if model.recipe.lora is None:
+        return table, model.keymap
+    trained = {*model.trained}
+    params = {
+        n: p for n, p in table.params.items() if n in trained or (n not in model.table.params and _owner(n) in trained)
+    }
+    made_of = weights.blocks_by_key(replace(table, params=params), model.keymap.choice)
+    keys = {n: k._replace(file=weights.ADAPTERS) for n, k in model.keymap.keys.items() if n in made_of}
+    metadata = {weights.ADAPTERS: {"format": "pt"}}
+    keymap = replace(model.keymap, keys=keys, carried=frozenset(), fresh=frozenset(), metadata=metadata)
+    return replace(table, params=params, carried=()), keymap
+
+
+def _owner(scales: str) -> str:
+    """Return the parameter whose 8-bit state has these scales."""
+    return scales.removesuffix(SCALES)
+
+
+def check_same_adapters(model: Model, saved: Mapping[str, Any] | None, at: Path) -> None:
+    """Refuse to resume adapters on a model without them, of other rank or scale, or on another base."""
+    now = adapter_record(model)
+    if now == saved:
+        return
+    if now is None or saved is None:
+        has, needs = ("adapters", "no lora=") if now is None else ("no adapters", "lora=")
+        raise CheckpointError(
+            f"{at} has {has}, but the engine's model was loaded with {needs}; load it as it was saved"
+        )
+    name = next(name for name in now if now[name] != saved.get(name))
+    fix = (
+        "load the base that they were trained with"
+        if name == "base"
+        else f"load the model with lora.{name}={saved.get(name)!r}"
+    )
+    raise CheckpointError(
+        f"the adapters of {at} have {name}={saved.get(name)!r}, the engine's model has {now[name]!r}; {fix}"
+    )
+
+
+def adapter_record(model: Model) -> dict[str, Any] | None:
+    """Return what a checkpoint notes of the adapters and of the base they belong to."""
+    lora, source = model.recipe.lora, model.keymap.source
+    if lora is None:
+        return None
+    base = source.checksum() if source is not None else model.blueprint.origin
+    return {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "expert_rank": lora.expert_rank,
+        "rslora": lora.rslora,
+        "base": base,
+    }

@@ -1,0 +1,130 @@
+"""Quantise to FP8 (E4M3) in blocks with one kernel: 1 x 128 of activations, 128 x 128 of weights (arXiv 2412.19437).
+
+The formula is in ops/fp8_matmul.py, which stays the reference and the fallback. It takes some 25 operations, and moves
+39 bytes an element; these kernels read an element and write its code. Codes and scales are equal to the bit, so nothing
+that depends on them can tell which of both ran.
+
+E4M3 is rounded by integer arithmetic: conversions of the hardware begin with compute capability 8.9, and Triton's
+interpreter rounds toward zero.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SIDE = 128  # of a block
+_ROWS = 32  # rows of activations that a program takes
+_ROW_WARPS, _MATRIX_WARPS = 4, 8
+
+
+@triton.jit
+def _e4m3(x):
+    """Round to the nearest E4M3 number, ties to even. -> its code, uint8
+
+    NaN stays NaN, with its sign. What is larger than 448, the largest number, must not come.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    # Keep 3 bits of the mantissa; the exponent's bias of 127 becomes 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2^-6 codes count steps of 2^-9, to which the sum with 2^14 is rounded.
+    subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    return (tl.where(magnitude > 0x7F800000, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _scale(largest, num_nans):
+    """Return the scale of a block: 1 where all is zero, too small, or not a number."""
+    scale = tl.div_rn(largest, 448.0)  # `/` is an approximation on a GPU
+    return tl.where((scale > 0) & (num_nans == 0), scale, 1.0)
+
+
+@triton.jit
+def _code(x, scale):
+    """Divide by the scale and round; a quotient may exceed 448 by its own rounding. NaN fails both comparisons."""
+    x = tl.div_rn(x, scale)
+    x = tl.where(x > 448.0, 448.0, x)
+    return _e4m3(tl.where(x < -448.0, -448.0, x))
+
+
+@triton.jit
+def _quantise_rows(x, codes, scales, M, num_out, stride_m, stride_k, ROWS: tl.constexpr, SIDE: tl.constexpr):
+    """Quantise rows of 128 columns. Rows from M to `num_out` are zeros; scales lie by column, as `scaled_mm` wants."""
+    row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    col = block * SIDE + tl.arange(0, SIDE)
+    K = tl.num_programs(1) * SIDE
+    wide = tl.load(x + row[:, None] * stride_m + col[None, :] * stride_k, mask=(row < M)[:, None], other=0.0)
+    wide = wide.to(tl.float32)
+    scale = _scale(tl.max(tl.abs(wide), 1), tl.sum((wide != wide).to(tl.int32), 1))
+    code = _code(wide, tl.broadcast_to(scale[:, None], (ROWS, SIDE)))
+    tl.store(codes + row[:, None] * K + col[None, :], code, mask=(row < num_out)[:, None])
+    tl.store(scales + block.to(tl.int64) * num_out + row, scale, mask=row < num_out)
+
+
+@triton.jit
+def _quantise_blocks(weight, codes, scales, stride_n, stride_k, TRANSPOSED: tl.constexpr, SIDE: tl.constexpr):
+    """Quantise a block of 128 x 128. `TRANSPOSED`: columns are contiguous, so it is read by columns."""
+    n, k = tl.program_id(0), tl.program_id(1)
+    i, j = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+    first = weight + n.to(tl.int64) * SIDE * stride_n + k.to(tl.int64) * SIDE * stride_k
+    if TRANSPOSED:
+        wide = tl.load(first + i.to(tl.int64) * stride_k + j * stride_n).to(tl.float32)
+    else:
+        wide = tl.load(first + i.to(tl.int64) * stride_n + j * stride_k).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(wide), 1), 0)
+    scale = _scale(largest, tl.sum(tl.sum((wide != wide).to(tl.int32), 1), 0))
+    code = _code(wide, tl.broadcast_to(scale, (SIDE, SIDE)))
+    if TRANSPOSED:
+        code = tl.trans(code)
+    K = tl.num_programs(1).to(tl.int64) * SIDE
+    tl.store(codes + (n * SIDE + i) * K + k * SIDE + j, code)
+    tl.store(scales + n * tl.num_programs(1) + k, scale)
+
+
+def quantised_rows(x_MK: Tensor, num_padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantise activations, and `num_padding` rows of zeros behind them.
+
+    -> codes [M + padding, K], scales [M + padding, K / 128], which lie by column
+    """
+    num_rows, width = x_MK.shape
+    num_out = num_rows + num_padding
+    codes = x_MK.new_empty(num_out, width, dtype=torch.uint8)
+    scales = x_MK.new_empty(width // _SIDE, num_out, dtype=torch.float32)
+    if num_out:
+        _quantise_rows[(triton.cdiv(num_out, _ROWS), width // _SIDE)](
+            x_MK, codes, scales, num_rows, num_out, *x_MK.stride(), _ROWS, _SIDE, num_warps=_ROW_WARPS
+        )
+    return codes.view(torch.float8_e4m3fn), scales.t()
+
+
+def quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight, or the transpose of one. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
+    num_rows, width = weight_NK.shape
+    codes = torch.empty(num_rows, width, dtype=torch.uint8, device=weight_NK.device)
+    scales = weight_NK.new_empty(num_rows // _SIDE, width // _SIDE, dtype=torch.float32)
+    _quantise_blocks[scales.shape](
+        weight_NK, codes, scales, *weight_NK.stride(), weight_NK.stride(0) == 1, _SIDE, num_warps=_MATRIX_WARPS
+    )
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+# What tests/test_kernels_compile.py compiles, without a device: kernel, types of its arguments, constants, options.
+_TENSORS = {"codes": "*u8", "scales": "*fp32"}
+_OF_ROWS = {**_TENSORS, **dict.fromkeys(("M", "num_out", "stride_m", "stride_k"), "i32")}
+_OF_BLOCKS = {**_TENSORS, **dict.fromkeys(("stride_n", "stride_k"), "i32")}
+COMPILED = [
+    (_quantise_rows, {"x": "*bf16", **_OF_ROWS}, {"ROWS": _ROWS, "SIDE": _SIDE}, {"num_warps": _ROW_WARPS}),
+    *(
+        (
+            _quantise_blocks, {"weight": dtype, **_OF_BLOCKS}, {"TRANSPOSED": transposed, "SIDE": _SIDE},
+            {"num_warps": _MATRIX_WARPS},
+        )
+        for dtype in ("*bf16", "*fp32") for transposed in (False, True)
+    ),
+]  # fmt: skip

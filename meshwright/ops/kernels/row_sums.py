@@ -1,0 +1,46 @@
+"""Sum the k rows of each token while reading them: no sorted copy of all rows between.
+
+The formula is `sum_rows` of ops/rows.py, which stays the reference and the fallback. It copies the N = k T rows to the
+order of tokens first, and reads that copy: 6 bytes an element in bfloat16 where this kernel moves 2.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # columns that a program sums
+
+
+@triton.jit
+def _sum_rows(y, at, sums, D, stride, NUM: tl.constexpr, B: tl.constexpr):
+    """Sum in the order of `at`, in float32, and round once: the same bits in every run."""
+    t, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.zeros([B], tl.float32)
+    for nth in range(NUM):
+        row = tl.load(at + t * NUM + nth)
+        total += tl.load(y + row * stride + col, mask=col < D, other=0.0).to(tl.float32)
+    tl.store(sums + t * D + col, total.to(sums.dtype.element_ty), mask=col < D)
+
+
+def sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
+    """Sum `num` rows a token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
+    y_ND = y_ND if y_ND.stride(1) == 1 else y_ND.contiguous()
+    num_tokens, width = len(at_N) // num, y_ND.shape[1]
+    sums_TD = y_ND.new_empty(num_tokens, width)
+    if sums_TD.numel():
+        _sum_rows[(num_tokens, triton.cdiv(width, _BLOCK))](
+            y_ND, at_N.contiguous(), sums_TD, width, y_ND.stride(0), num, _BLOCK
+        )
+    return sums_TD
+
+
+_TYPES = {"at": "*i64", "D": "i32", "stride": "i32"}
+# What tests/test_kernels_compile.py compiles, without a device: kernel, types of its arguments, constants, options.
+COMPILED = [
+    (_sum_rows, {"y": dtype, "sums": dtype, **_TYPES}, {"NUM": 8, "B": _BLOCK}, {"num_warps": 4})
+    for dtype in ("*bf16", "*fp32")
+]

@@ -1,0 +1,259 @@
+"""LoRA on every mesh: gradients of one process, PEFT's files and gradients, merges, checkpoints of adapters alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.axes import Axes
+from meshwright.engine.step_bill import step_bill
+from meshwright.recipe import Lora
+from meshwright.verify import Recorder
+from meshwright.weights import peft_files
+from tests import parts, tiny, worlds
+
+DRAWN = Lora(rank=3, alpha=6.0, expert_rank=2, b_std=0.1)  # where B is 0, A has no gradient
+FULL, SELECTIVE = mw.MemoryOptions(recompute="full"), mw.MemoryOptions(recompute="selective")
+DOCUMENTS = [[5, 6, 7, 1, 2], [3] * 7 + [100, 130], list(range(40, 70)), [8, 8]]
+
+# A family, its mesh, and how memory is saved. tp=4 is more than the two kv heads.
+CASES: list[tuple[str, dict[str, int], mw.MemoryOptions]] = [
+    ("qwen3", dict(tp=4), FULL),
+    ("qwen3_moe", dict(fsdp=2, ep=2), mw.MemoryOptions()),
+    ("qwen3_5_moe", dict(tp=2, ep=2), SELECTIVE),
+    *parts.every(4, [
+        ("qwen3_5", dict(fsdp=3), FULL),
+        ("qwen2", dict(tp=2), SELECTIVE),
+        ("qwen3", dict(replicate=2, fsdp=2), mw.MemoryOptions(gather_once=True, sum_once=True)),
+        ("qwen3_moe", dict(cp=2, ep=2), FULL),
+        ("qwen3_5", dict(pp=2), mw.MemoryOptions()),
+        ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), mw.MemoryOptions(token_once=True)),
+        ("qwen3", dict(fsdp=2), mw.MemoryOptions(offload=True)),
+        ("qwen3_5", dict(cp=2), SELECTIVE),
+    ]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("lora")
+    return {name: tiny.directory(at / name, name) for name in tiny.ODD}
+
+
+def gradients(
+    source: Path, mesh: dict[str, int], memory: mw.MemoryOptions, streams: int | None = None
+) -> tuple[list[dict[str, Tensor]], bool, bool]:
+    """Return the gradients of two steps; whether the base kept its values; whether the bill was that of the run."""
+    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, lora=DRAWN, memory=memory)
+    engine, steps = mw.Engine(model, lr=1e-2), []
+    base = {name: t.clone() for name, t in model.stored().items() if name not in model.trained}
+    ranks = range(streams) if streams else [model.mesh.data_rank]
+    batches = [batch for rank in ranks for batch in tiny.batches(rank)]
+    for _ in range(2):
+        with Recorder() as recorder:
+            engine.backward(batches)
+            grads = mw.gather(model, "grad")
+            engine.update()
+        steps.append(grads)
+    with Recorder() as recorder:
+        engine.step(batches)
+    sent, billed = Counter[str](), Counter[str]()
+    for each in recorder.collectives:
+        sent[each.op] += each.num_bytes if len(each.ranks) > 1 else 0
+    for charge in step_bill(model, len(batches[0].tokens), len(batches)):
+        billed[charge.op] += charge.count * charge.num_bytes
+    if model.mesh.axes.ep > 1:  # the router decides how many rows travel
+        del sent["all_to_all"], billed["all_to_all"]
+    same = all(torch.equal(model.stored()[name], tensor) for name, tensor in base.items())
+    return steps, same, sent == billed
+
+
+@pytest.mark.parametrize(("family", "mesh", "memory"), CASES, ids=str)
+def test_gradients_equal_one_process(
+    sources: dict[str, Path], family: str, mesh: dict[str, int], memory: mw.MemoryOptions
+) -> None:
+    axes = Axes(**{**dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1), **mesh})
+    alone = worlds.run(1, gradients, sources[family], {}, mw.MemoryOptions(), axes.num_data_ranks)[0][0]
+    ranks = worlds.run(axes.world, gradients, sources[family], mesh, memory)
+    for expected, result in zip(alone, ranks[0][0], strict=True):
+        assert expected.keys() == result.keys()
+        assert all(key.startswith(peft_files.PREFIX) for key in expected)
+        for key, grad in expected.items():
+            assert (result[key] - grad).norm() <= 1e-9 * grad.norm(), key
+            assert grad.norm() > 0, key
+    assert all(same for _, same, _ in ranks), "a frozen weight has changed"
+    assert all(billed for _, _, billed in ranks), "the bill is not what was sent"
+
+
+def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:
+    """Run one call of a user on a mesh: train and write, or resume, or load what was written."""
+    batches = tiny.batches(0)
+    if call in ("base", "merged"):
+        plain = mw.load(at / "merged" if call == "merged" else source, mw.Mesh(**mesh), dtype=torch.float32)
+        return mw.Engine(plain, lr=0.0).evaluate(batches), mw.logprobs(plain, batches[0])
+    lora = Lora(path=str(at / "adapter")) if call == "path" else Lora(rank=3, alpha=6.0, expert_rank=2)
+    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float32, lora=lora)
+    engine = mw.Engine(model, lr=1e-2)
+    if call == "train":
+        first = mw.logprobs(model, batches[0])
+        for _ in range(2):
+            engine.step(batches)
+        mw.save(engine, at / "checkpoints")
+        mw.export(model, at / "merged", merge=True)
+        mw.export_adapter(model, at / "adapter")
+        with model.base():
+            base = mw.logprobs(model, batches[0])
+        refused = []
+        saved = at / "checkpoints" / "step-000002"
+        for act in (lambda: mw.export(model, at / "no"), lambda: mw.gather(model), lambda: mw.load(saved)):
+            with pytest.raises(mw.MeshwrightError) as error:
+                act()
+            refused.append(str(error.value))
+        return engine.evaluate(batches), first, base, engine.step(batches).loss, refused
+    if call == "resume":
+        mw.resume(engine, at / "checkpoints")
+        return engine.step(batches).loss
+    return engine.evaluate(batches), mw.gather(model, "merged")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *parts.every(2, ["qwen3", "qwen3_moe"])])
+def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: str, tmp_path: Path) -> None:
+    run = functools.partial(used, sources[family], tmp_path)
+    loss, first, base, next_loss, refused = worlds.run(1, run, {}, "train")[0]
+    base_loss, expected_base = worlds.run(1, run, {}, "base")[0]
+    assert torch.equal(first, expected_base), "step 0 is the base to the bit"
+    assert torch.equal(base, expected_base), "without adapters the model is its base"
+    assert loss < base_loss - 0.01
+    assert re.search(r"adapters.*merge=True.*export_adapter", refused[0])
+    assert "merged" in refused[1]
+    assert re.search(r"checkpoint of adapters.*load their base", refused[2])
+    names = {path.name for path in (tmp_path / "checkpoints" / "step-000002").iterdir()}
+    assert "adapters.safetensors" in names
+    assert "model.safetensors" not in names
+    assert worlds.run(1, run, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
+    for loss_from_files, merged in (worlds.run(2, run, dict(tp=2), "path")[0], worlds.run(1, run, {}, "path")[0]):
+        assert loss_from_files == pytest.approx(loss, abs=1e-6)
+        assert merged.keys()
+    assert worlds.run(2, run, dict(tp=2), "resume")[0] == pytest.approx(next_loss, abs=1e-6)
+
+
+def trained_beside_peft(source: Path, at: Path, layout: str) -> tuple[float, dict[str, Tensor]]:
+    """Write an adapter with a drawn B, and its gradient as if it were one."""
+    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=DRAWN)
+    mw.export_adapter(model, at / "adapter", layout=layout)
+    engine = mw.Engine(model, lr=1e-2)
+    loss = engine.backward([mw.pack(DOCUMENTS)])
+    tensors, grads = mw.gather(model, "grad"), {}
+    pairs = peft_files.pairs_of(param for param in model.table if param.adapter)
+    stacks = [pair.module.rpartition(".")[0] for pair in pairs if pair.experts]
+    for pair in pairs:
+        own = {key: tensors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
+        grads |= dict(peft_files.written(pair, own, layout, stacks.count(pair.module.rpartition(".")[0]) > 1))
+    return loss, {key: grad.clone() for key, grad in grads.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_5_moe", {}), *parts.every(2, [("qwen3", {}), ("qwen3_moe", dict(mlp_only_layers=[]))])],
+)
+def test_peft_reads_the_files_and_has_the_same_gradients(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import transformers
+
+    source = tiny.directory(tmp_path / "m", family, layout="fused", **changes)
+    loss, grads = worlds.run(1, trained_beside_peft, source, tmp_path, "fused")[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    terms = [
+        F.cross_entropy(model(input_ids=torch.tensor([d])).logits[0, :-1], torch.tensor(d[1:]), reduction="sum")
+        for d in DOCUMENTS
+    ]
+    expected = torch.stack(terms).sum() / sum(len(d) - 1 for d in DOCUMENTS)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    peft_grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert peft_grads.keys() == grads.keys()
+    for key, grad in grads.items():
+        assert (peft_grads[key] - grad).norm() <= 1e-5 * grad.norm() + 1e-8, key
+
+
+def old_files(at: Path) -> None:
+    """Rewrite fused experts as peft up to 0.19.0 had them: `[E, out, in]` read as `[E, in, out]`."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(at / peft_files.WEIGHTS_FILE)
+    for key in [key for key in tensors if ".experts." in key and key.endswith("lora_A.weight")]:
+        a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
+        rank, experts = 2, len(a) // 2
+        tensors[key] = b.view(-1, rank, experts).permute(2, 1, 0).reshape(experts * rank, -1).contiguous()
+        tensors[key.replace("lora_A", "lora_B")] = (
+            a.view(experts, rank, -1).permute(2, 1, 0).reshape(-1, rank * experts).contiguous()
+        )
+    save_file(tensors, at / peft_files.WEIGHTS_FILE)
+
+
+def loss_of(source: Path, at: Path) -> float:
+    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=Lora(path=str(at)))
+    return mw.Engine(model, lr=0.0).evaluate([mw.pack(DOCUMENTS)])
+
+
+@pytest.mark.parametrize("kind", ["fused", "per-expert", "old", "old, version unknown"])
+def test_every_spelling_of_experts_is_the_same_function(sources: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    layout = "per-expert" if kind == "per-expert" else "fused"
+    loss, _ = worlds.run(1, trained_beside_peft, sources["qwen3_moe"], tmp_path, layout)[0]
+    config = json.loads((tmp_path / "adapter" / peft_files.CONFIG_FILE).read_text())
+    if kind.startswith("old"):
+        old_files(tmp_path / "adapter")
+        config["peft_version"] = "0.18.1"
+    if "unknown" in kind:
+        del config["peft_version"]  # shapes tell the two apart unless matrices are square
+    (tmp_path / "adapter" / peft_files.CONFIG_FILE).write_text(json.dumps(config))
+    assert worlds.run(1, loss_of, sources["qwen3_moe"], tmp_path / "adapter")[0] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (dict(targets="gate_proj"), r"gate_proj without \S*up_proj.*both or neither"),
+        (dict(targets=["q_proj", "qkv"]), r"qkv match no linear layer.*q_proj"),
+        (dict(targets=["lm_head"]), r"lm_head match no linear layer"),
+        (dict(rank=0), r"lora\.rank=0 must be a whole number"),
+        (dict(dropout=0.1), r"lora\.dropout=0\.1 is not supported"),
+        (dict(path="/nowhere"), r"/nowhere is not a PEFT adapter"),
+    ],
+)
+def test_what_cannot_be_is_refused(sources: dict[str, Path], lora: dict[str, Any], message: str) -> None:
+    def load() -> None:
+        with pytest.raises(mw.MeshwrightError, match=message):
+            mw.load(sources["qwen3"], mw.Mesh(), lora=Lora(**lora))
+
+    worlds.run(1, load)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("use_dora", True, "use_dora=True is not supported"),
+        ("modules_to_save", ["lm_head"], "modules_to_save"),
+        ("rank_pattern", {"q_proj": 7}, "rank_pattern"),
+        ("r", 5, r"rank and\s+targets must be those"),
+    ],
+)
+def test_foreign_adapters_are_refused(
+    sources: dict[str, Path], field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    worlds.run(1, trained_beside_peft, sources["qwen3"], tmp_path, "fused")
+    at = tmp_path / "adapter" / peft_files.CONFIG_FILE
+    at.write_text(json.dumps({**json.loads(at.read_text()), field: value}))
+    with pytest.raises(mw.RankError, match=message):
+        worlds.run(1, loss_of, sources["qwen3"], tmp_path / "adapter")
