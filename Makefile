@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test matrix versions check format clean
+.PHONY: help setup demo test matrix kernels versions check format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,10 @@ matrix: setup  ## run every test with all of its cases, then the full matrix; ho
 
 versions: setup  ## run the core tests with the oldest and the newest torch and transformers; minutes and gigabytes
 	@$(BIN)/python -m tests.versions
+
+kernels: setup  ## run the tests of our Triton kernels in its interpreter, and compile them for three GPUs
+	@$(PIP_INSTALL) -e '.[kernels]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -p no:cacheprovider -m "not gpu" $(wildcard tests/test_*kernel*.py)
 
 check: setup  ## formatting, lint, types, storeys
 	@$(BIN)/ruff format --check .

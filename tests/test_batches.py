@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.data import check_shifted
 from tests import tiny, trials, worlds
-from tests.trials import build, mine, said
+from tests.trials import build, feed, said
 from tests.words import words
 
 DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11], [13, 14, 15, 16], [1, 2]]
@@ -171,7 +171,7 @@ def test_an_unused_field(source: Path, name: str) -> None:
 def stateful(source: Path) -> list[float]:
     schedule = iter([1e-3, 1e-4, 1e-5])
     engine = build(source, {}, lr=lambda step: next(schedule))
-    return [engine.step(mine(engine)).lr for _ in range(3)]
+    return [engine.step(feed(engine)).lr for _ in range(3)]
 
 
 def test_a_schedule_is_called_once_a_step(source: Path) -> None:
@@ -193,8 +193,8 @@ def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
 
 def two_losses(source: Path, mesh: dict[str, int]) -> tuple[float, float, float]:
     engine = build(source, mesh)
-    alone = engine.evaluate(mine(engine))
-    record = engine.step(mine(engine))
+    alone = engine.evaluate(feed(engine))
+    record = engine.step(feed(engine))
     return alone, record.loss, record.router_loss
 
 

@@ -37,10 +37,10 @@ def inputs(lengths, heads=(1, 1), dims=(16, 16), decay=1.0, dtype=torch.float32)
 
 def distances(op, streams, docs):
     """Compare outputs and each gradient with those of the formula in float64, as shares of the norm."""
-    found = differentiate(lambda *x: op(*x, docs).double(), [x.detach().requires_grad_() for x in streams])
+    actual = differentiate(lambda *x: op(*x, docs).double(), [x.detach().requires_grad_() for x in streams])
     wide = [x.detach().double().requires_grad_() for x in streams]
     wanted = differentiate(lambda *x: delta.chunked(*x, docs), wide)
-    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, wanted, strict=True)]
+    return [float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(actual, wanted, strict=True)]
 
 
 def by_parts(num):
@@ -109,8 +109,8 @@ def test_padded_bounds():
 
 def test_no_tokens():
     streams = inputs([])
-    found = differentiate(lambda *x: delta._triton_delta_rule(*x, documents([], "cpu")), streams)
-    assert [x.shape for x in found] == [streams[2].shape, *(x.shape for x in streams)]
+    actual = differentiate(lambda *x: delta._triton_delta_rule(*x, documents([], "cpu")), streams)
+    assert [x.shape for x in actual] == [streams[2].shape, *(x.shape for x in streams)]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_stand_ins_save_what_the_kernels_save(dims, ratio, parts):
     docs, streams = documents([70, 30], "cpu"), inputs([70, 30], (1, ratio), dims)
 
     def kept(module, streams):
-        found = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+        actual = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: actual.append(x) or x, lambda x: x):
             pieces = [x[:50] for x in streams]
             stream = module.stream_of(docs, 2, 0) if parts == 2 else module.stream_of(documents([50], "cpu"), 1, 0)
             state = torch.zeros(1, ratio, *dims, device=streams[0].device, requires_grad=True) if parts == 2 else None
@@ -195,7 +195,7 @@ def test_stand_ins_save_what_the_kernels_save(dims, ratio, parts):
         grads = torch.autograd.grad([x.float().sum() for x in results], wanted)
         shapes = [(tuple(x.shape), x.dtype) for x in [*results, *grads]]
         # Positions and bounds are left out: the documents keep them anyway.
-        return sorted((tuple(x.shape), str(x.dtype)) for x in found if x.is_floating_point()), shapes
+        return sorted((tuple(x.shape), str(x.dtype)) for x in actual if x.is_floating_point()), shapes
 
     with planned_for("cuda"):
         planned = kept(meta_kernels, [x.detach().to("meta").requires_grad_() for x in streams])
@@ -230,11 +230,11 @@ def test_on_an_accelerator(op, dtype, heads, dims):
     docs, cpu_docs = documents(lengths, device), documents(lengths, "cpu")
     y = op(*low, docs)
     d = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    found = [y, *torch.autograd.grad((y.float() * d.to(device)).sum(), low)]
+    actual = [y, *torch.autograd.grad((y.float() * d.to(device)).sum(), low)]
     wide = [x.detach().cpu().double().requires_grad_() for x in low]
     y = delta.chunked(*wide, cpu_docs)
     wanted = [y, *torch.autograd.grad((y * d).sum(), wide)]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert (a.detach().cpu().double() - b).norm() <= 1e-2 * b.norm()
 
 

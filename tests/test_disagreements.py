@@ -14,7 +14,7 @@ import torch
 
 import meshwright as mw
 from tests import tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 from tests.words import words
 
 
@@ -36,7 +36,7 @@ def _apart(engine: mw.Engine, *acts: Callable[[mw.Engine], Any]) -> None:
 
 
 def _step(engine: mw.Engine) -> None:
-    engine.step(mine(engine))
+    engine.step(feed(engine))
 
 
 DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -61,7 +61,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "weight decay": (FSDP, lambda s, m: _other(s, m, "optimizer", mw.AdamW(weight_decay=0.1),
         mw.AdamW(weight_decay=0.2)), _step, apart("weight_decay", r"0\.2", r"0\.1")),
     "max_norm": (TP, lambda s, m: _other(s, m, "max_norm", 1.0, None), _step, apart("max_norm", "None", r"1\.0")),
-    "gradients that wait on one rank": (FSDP, build, lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(),
+    "gradients that wait on one rank": (FSDP, build, lambda e: (e.backward(feed(e)), _apart(e, lambda e: e.discard(),
         lambda e: None), _step(e)), words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ",
         "a step")),
     "axes": (FSDP, lambda s, m: mw.Mesh(**(TP if os.environ["RANK"] == "1" else m)), _step,
@@ -76,10 +76,10 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "context": (REPLICAS, lambda s, m: _other(s, m, "context", mw.ContextParallel(), mw.ContextParallel(attention=1)),
         _step, apart(r"attention of mw\.ContextParallel", "1", "None")),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
-    "calls": (FSDP, build, lambda e: _apart(e, _step, lambda e: e.evaluate(mine(e))),
+    "calls": (FSDP, build, lambda e: _apart(e, _step, lambda e: e.evaluate(feed(e))),
         apart("call", "evaluate", "a step")),
-    "looks": (FSDP, build, lambda e: _apart(e, lambda e: mw.logprobs(e.model, mine(e)[0]), lambda e: mw.logits(e.model,
-        mine(e)[0])), apart("call", "logits", "logprobs")),
+    "looks": (FSDP, build, lambda e: _apart(e, lambda e: mw.logprobs(e.model, feed(e)[0]), lambda e: mw.logits(e.model,
+        feed(e)[0])), apart("call", "logits", "logprobs")),
     "data of one data rank": (TP, build, lambda e: mw.logprobs(e.model, tiny.batches(e.model.mesh.rank)[0]),
         words("ranks 0 and 1", "data rank", "tp=2", "batches")),
     **{
@@ -110,7 +110,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     "dtype of an export": (FSDP, build,
         lambda e: mw.export(e.model, "nowhere", dtype=torch.bfloat16 if e.model.mesh.rank else None),
         apart("dtype=", r"torch\.bfloat16", "None")),
-    "which": (FSDP, build, lambda e: (e.backward(mine(e)), dict(mw.stream(e.model,
+    "which": (FSDP, build, lambda e: (e.backward(feed(e)), dict(mw.stream(e.model,
         "grad" if e.model.mesh.rank else "weight"))),
         apart("call", r"stream\(which='grad'\)", r"stream\(which='weight'\)")),
 }  # fmt: skip

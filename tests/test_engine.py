@@ -15,17 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.errors import RankError
 from tests import parts, tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 from tests.words import words
 
 
 def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
     engine = build(source, mesh)
-    out = [engine.evaluate(mine(engine))]
+    out = [engine.evaluate(feed(engine))]
     for _ in range(2):
-        out += [engine.step(mine(engine)).loss, engine.evaluate(mine(engine))]
-    mw.logits(engine.model, mine(engine)[0])
-    return [*out, engine.step(mine(engine)).loss]
+        out += [engine.step(feed(engine)).loss, engine.evaluate(feed(engine))]
+    mw.logits(engine.model, feed(engine)[0])
+    return [*out, engine.step(feed(engine)).loss]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def _scores(source: Path) -> list[tuple[Tensor, Tensor]]:
 def frozen(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     engine = build(source, mesh, train=["layers.1.*", "head.*"])
     before = mw.gather(engine.model)
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     grads = list(mw.gather(engine.model, "grad"))
     engine.update()
     return before, mw.gather(engine.model), grads
@@ -128,7 +128,7 @@ def test_frozen_parameters_stay(source: Path, mesh: dict[str, int]) -> None:
 def decay_only(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = build(source, {}, optimizer=mw.AdamW(weight_decay=0.5))
     before = mw.gather(engine.model)
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     for parameter in trials.parameters(engine.model):
         parameter.grad.zero_()
     engine.update()
@@ -152,7 +152,7 @@ def adam(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         lr=1e-2, betas=(0.8, 0.97), eps=1e-6,
     )  # fmt: skip
     for _ in range(3):
-        engine.backward(mine(engine))
+        engine.backward(feed(engine))
         grads = mw.gather(engine.model, "grad")
         norm = torch.stack([g.norm() for g in grads.values()]).norm()  # torch's own clipping adds 1e-6 to it
         for name, grad in grads.items():
@@ -186,9 +186,9 @@ def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], di
 
     engine, fine = build(source, mesh, loss=fails_once), build(source, mesh)
     with pytest.raises(RuntimeError):
-        engine.backward(mine(engine))
-    engine.backward(mine(engine))
-    fine.backward(mine(fine))
+        engine.backward(feed(engine))
+    engine.backward(feed(engine))
+    fine.backward(feed(fine))
     return mw.gather(engine.model, "grad"), mw.gather(fine.model, "grad")
 
 
@@ -238,7 +238,7 @@ def test_a_field_may_be_a_divisor_with_filler(source: Path) -> None:
 
 def only_the_head(source: Path) -> list[str]:
     engine = build(source, dict(fsdp=2), head="value", train="head.weight", loss=mw.losses.squared_error)
-    engine.step(mine(engine, target=True))
+    engine.step(feed(engine, target=True))
     return engine.model.trainable
 
 
@@ -336,9 +336,9 @@ def stepped(source: Path, mesh: dict[str, int], halves: bool) -> tuple[list[Any]
     engine, numbers = build(source, mesh, max_norm=0.01), list[Any]()
     for _ in range(NUM_STEPS):
         if halves:
-            numbers += [engine.backward(mine(engine)), engine.update(), engine.router.load_LE.tolist()]
+            numbers += [engine.backward(feed(engine)), engine.update(), engine.router.load_LE.tolist()]
         else:
-            record = engine.step(mine(engine))
+            record = engine.step(feed(engine))
             assert record.expert_load is not None
             numbers += [record.loss, record.grad_norm, record.expert_load.tolist()]
     return numbers, _masters(engine)
@@ -367,11 +367,11 @@ def overflown(source: Path, mesh: dict[str, int]) -> str:
     parameter = next(p for name, p in engine.model.parts[0].named_parameters() if "embed" in name)
     hook = parameter.register_post_accumulate_grad_hook(_spoil)
     with pytest.raises(mw.NonFiniteError) as message:
-        engine.step(mine(engine))
+        engine.step(feed(engine))
     hook.remove()
     after = mw.gather(engine.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert engine.step(mine(engine)).step == 1, "the next step finds no gradients"
+    assert engine.step(feed(engine)).step == 1, "the next step finds no gradients"
     return str(message.value)
 
 
@@ -386,12 +386,12 @@ def mended_rate(source: Path) -> tuple[float, float]:
     engine = build(source, {}, max_norm=0.01)
     agreed, engine.lr = engine.lr, -1.0
     with pytest.raises(mw.ConfigError, match=words(r"\blr\b", "step 0", r"-1\b")):
-        engine.backward(mine(engine))
+        engine.backward(feed(engine))
     engine.lr = agreed
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     norm = engine.update()
     fine = build(source, {}, max_norm=0.01)
-    fine.backward(mine(fine))
+    fine.backward(feed(fine))
     return norm, fine.update()
 
 
@@ -402,7 +402,7 @@ def test_a_bad_rate_leaves_the_gradients_as_they_were(source: Path) -> None:
 
 def on_hidden(source: Path, mesh: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
     engine = build(source, mesh, head="none", loss=lambda scores, _: scores["hidden"].square().mean(1))
-    losses = [engine.step(mine(engine)).loss for _ in range(2)]
+    losses = [engine.step(feed(engine)).loss for _ in range(2)]
     return losses, mw.gather(engine.model)
 
 
@@ -417,7 +417,7 @@ def test_a_loss_on_hidden_states_is_the_same_on_a_mesh(source: Path) -> None:
 def discarded_first(source: Path) -> float:
     engine = build(source, dict(fsdp=2))
     engine.discard()
-    return engine.step(mine(engine)).loss
+    return engine.step(feed(engine)).loss
 
 
 def test_nothing_to_discard(source: Path) -> None:

@@ -77,20 +77,18 @@ def test_a_copy_for_matmuls_and_narrow_state():
 def test_many_steps_beside_the_kernel_of_torch():
     """What optim/adamw.py calls today, with gradients that were clipped before."""
     kernels = kernels_of("adamw")
-    ours, theirs = slice_of(kernels, 100), slice_of(kernels, 100)
+    ours, peer = slice_of(kernels, 100), slice_of(kernels, 100)
     for step in range(1, 30):
         grad = rand(100, seed=step, dtype=torch.float32, grad=False)
         norm = grad.norm().double()
         ours.grad.copy_(grad)
         kernels.update(ours, norm, numbers_of(kernels, step))
-        lists = ([theirs.weight], [grad * (1.0 / norm.item())], [theirs.mean], [theirs.square], [])
+        lists = ([peer.weight], [grad * (1.0 / norm.item())], [peer.mean], [peer.square], [])
         torch._fused_adamw_(
             *lists, [torch.tensor(float(step))], lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-    for got, want in zip(
-        (ours.weight, ours.mean, ours.square), (theirs.weight, theirs.mean, theirs.square), strict=True
-    ):
+    for got, want in zip((ours.weight, ours.mean, ours.square), (peer.weight, peer.mean, peer.square), strict=True):
         assert_close(got, want, 1e-6)
 
 

@@ -85,9 +85,9 @@ def test_kernels_compile(file, capability, tmp_path):
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert found
-    for each in found:
+    actual = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert actual
+    for each in actual:
         assert each["spilled"] <= SPILLED, each
         assert each["shared"] <= SHARED_BYTES[capability], each
 

@@ -21,9 +21,9 @@ def check_zeros(kernels, shape, counts, dtype=torch.float32):
     around = torch.full((2 + before.numel(),), 7.0, dtype=dtype)  # a guard on both sides
     inside = around[1:-1].view(shape)
     inside.copy_(before)
-    found = kernels.zero_unused(inside, counts)
-    assert torch.equal(found, experts._without_unused(before, counts))
-    assert found.data_ptr() == inside.data_ptr()
+    actual = kernels.zero_unused(inside, counts)
+    assert torch.equal(actual, experts._without_unused(before, counts))
+    assert actual.data_ptr() == inside.data_ptr()
     assert (around[0], around[-1]) == (7, 7)
 
 
@@ -64,9 +64,9 @@ def test_planted_bugs_of_zeros_are_seen(old, new, tmp_path):
 def check_sums(kernels, tokens, num, width, dtype=torch.float32, tolerance=1e-6):
     y = rand(tokens * num, width, dtype=dtype, grad=False)
     at = torch.randperm(tokens * num, generator=torch.Generator().manual_seed(5))
-    found = kernels.sum_rows(y, at, num)
-    assert found.dtype == dtype
-    assert_close(found, rows._sum_rows(y.double(), at, num), tolerance)
+    actual = kernels.sum_rows(y, at, num)
+    assert actual.dtype == dtype
+    assert_close(actual, rows._sum_rows(y.double(), at, num), tolerance)
 
 
 @pytest.mark.parametrize("width", [1, 7, 1024, 1025])

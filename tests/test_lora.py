@@ -16,14 +16,18 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
+from meshwright.cli.main import main
 from meshwright.engine.step_bill import step_bill
-from meshwright.recipe import Lora
+from meshwright.recipe import Lora, Recipe
+from meshwright.sharding import pieces
 from meshwright.verify import Recorder
 from meshwright.weights import peft_files
 from tests import parts, tiny, worlds
 
 DRAWN = Lora(rank=3, alpha=6.0, expert_rank=2, b_std=0.1)  # where B is 0, A has no gradient
 FULL, SELECTIVE = mw.MemoryOptions(recompute="full"), mw.MemoryOptions(recompute="selective")
+AXES = dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1)
 DOCUMENTS = [[5, 6, 7, 1, 2], [3] * 7 + [100, 130], list(range(40, 70)), [8, 8]]
 
 # A family, its mesh, and how memory is saved. tp=4 is more than the two kv heads.
@@ -82,7 +86,7 @@ def gradients(
 def test_gradients_equal_one_process(
     sources: dict[str, Path], family: str, mesh: dict[str, int], memory: mw.MemoryOptions
 ) -> None:
-    axes = Axes(**{**dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1), **mesh})
+    axes = Axes(**{**AXES, **mesh})
     alone = worlds.run(1, gradients, sources[family], {}, mw.MemoryOptions(), axes.num_data_ranks)[0][0]
     ranks = worlds.run(axes.world, gradients, sources[family], mesh, memory)
     for expected, result in zip(alone, ranks[0][0], strict=True):
@@ -238,6 +242,31 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path], lora: dict[str, Any
             mw.load(sources["qwen3"], mw.Mesh(), lora=Lora(**lora))
 
     worlds.run(1, load)
+
+
+def test_verify_refuses_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "tiny-qwen3", "--mesh", "fsdp=2", "--lora"]) == 2
+    assert "verify does not train adapters" in capsys.readouterr().err
+
+
+def test_a_plan_counts_the_base_as_narrow_as_its_files(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only adapters have float32 masters and moments; the head stays wide, and so does what is never rounded."""
+    config = {**json.loads((sources["qwen3_5_moe"] / "config.json").read_text()), "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mesh, lora = dict(fsdp=2, tp=2, ep=2), Lora(rank=4)
+    assert (
+        main(["plan", str(tmp_path / "config.json"), "--mesh", "fsdp=2,tp=2,ep=2", "--json", "--lora-rank", "4"]) == 0
+    )
+    ranks = json.loads(capsys.readouterr().out)["memory"]
+    blueprint, axes = Blueprint.of(config, None, Recipe(lora=lora)), Axes(**{**AXES, **mesh})
+    for each in ranks:
+        held = pieces(blueprint.spec, axes, each["rank"]).values()
+        adapters = sum(piece.numel for piece in held if piece.param.adapter)
+        wide = sum(piece.numel for piece in held if piece.param.float32 or piece.param.name == "head.weight")
+        assert each["bytes"]["moments"] == 8 * adapters
+        assert each["bytes"]["parameters"] == 2 * sum(piece.numel for piece in held) + 2 * (adapters + wide)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 import meshwright as mw
 from tests import tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 from tests.words import words
 
 
@@ -27,7 +27,7 @@ def _with(engine: mw.Engine, loss: Any) -> mw.Engine:
 
 def _ratio_of_answers(engine: mw.Engine) -> None:
     """Return the ratio of whole answers; it is 1 in the first step."""
-    batches = mine(engine)
+    batches = feed(engine)
     lo, hi = engine.model.mesh.token_range(len(batches[0]))
     old_T = mw.logprobs(engine.model, batches[0])[lo:hi]
     loss = lambda s, f: -(s["logprobs"] - old_T[: len(s["logprobs"])]).mean().exp().expand_as(s["logprobs"])  # noqa: E731
@@ -37,12 +37,12 @@ def _ratio_of_answers(engine: mw.Engine) -> None:
 def _no_number(engine: mw.Engine) -> None:
     """Its gradient is finite all the same."""
     constant = torch.tensor(float("nan") if engine.model.mesh.rank else 0.0, dtype=torch.float64)
-    _with(engine, lambda s, f: -s["logprobs"] + constant).step(mine(engine))
+    _with(engine, lambda s, f: -s["logprobs"] + constant).step(feed(engine))
 
 
 MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ("update first", {}, lambda e: e.update(), words("^StateError", r"update\(\)", "step 0", r"backward\(batches\)")),
-    ("backward twice", {}, lambda e: [e.backward(mine(e)), e.backward(mine(e))],
+    ("backward twice", {}, lambda e: [e.backward(feed(e)), e.backward(feed(e))],
         words("^StateError", "gradients", r"update\(\)", r"discard\(\)")),
     ("no batch", {}, lambda e: e.step([]), r"^DataError: (?!.*(?:engine\.step|pack)\().*\bbatch"),
     ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), words("^DataError", "no token", "label")),
@@ -59,44 +59,44 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ("which", {}, lambda e: mw.gather(e.model, "momentum"), words("^ConfigError", "'momentum'", "'weight'", "'grad'")),
     ("state dict", {}, lambda e: [part.state_dict() for part in e.model.parts],
         words("^StateError", "state dict", r"mw\.gather\(model\)")),
-    ("batches a rank", dict(fsdp=2), _on_rank_1(lambda e: mine(e)[:1], mine),
+    ("batches a rank", dict(fsdp=2), _on_rank_1(lambda e: feed(e)[:1], feed),
         rf"^RankError: .*rank 1\b.*\b1 batch.*\b{tiny.LENGTH} tokens.*rank 0\b.*\b2\b.*\b{tiny.LENGTH}\b"),
-    ("bad data on one rank", dict(fsdp=2), _on_rank_1(lambda e: [mw.pack([[1, 999]], length=tiny.LENGTH)] * 2, mine),
+    ("bad data on one rank", dict(fsdp=2), _on_rank_1(lambda e: [mw.pack([[1, 999]], length=tiny.LENGTH)] * 2, feed),
         words("^RankError", "rank 1 ", "a step", "DataError: .*token 999") + "|" + words("^DataError", "token 999")),
     ("a field of another shape", {}, lambda e: e.step([mw.pack([[1, 2]], fields={"weight": [[[1.0], [2.0]]]})]),
         words("^DataError", r"\bweight\b", r"shape \(2, 1\)", "2 tokens")),
     ("a field that is not there", {}, lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
-        f: f["advantage"]).step(mine(e)), words("^DataError", "'advantage'", r"scores \['logprobs'\]",
+        f: f["advantage"]).step(feed(e)), words("^DataError", "'advantage'", r"scores \['logprobs'\]",
         r"pack\(.*fields=")),
     ("a weight of nan", dict(tp=2), lambda e: e.step([mw.pack([[1, 2]], length=4, fields={"weight": [[1.0,
         float("nan")]]})]), words("^DataError", "weight", "position 1", r"\bnan\b") + "|" + words("^RankError",
         r"rank \d", "position 1")),
-    ("two engines", {}, lambda e: [e.backward(mine(e)), mw.Engine(e.model, lr=1.0).backward(mine(e))],
+    ("two engines", {}, lambda e: [e.backward(feed(e)), mw.Engine(e.model, lr=1.0).backward(feed(e))],
         words("^StateError", "gradients", r"update\(\)", r"discard\(\)")),
-    ("lr of nan", {}, lambda e: mw.Engine(e.model, lr=lambda s: float("nan")).step(mine(e)),
+    ("lr of nan", {}, lambda e: mw.Engine(e.model, lr=lambda s: float("nan")).step(feed(e)),
         words("^ConfigError", r"\blr\b", "step 0", r"\bnan\b")),
     ("loading", {}, lambda e: [part.layers["0"].load_state_dict({}) for part in e.model.parts],
         words("^StateError", "state dict", r"mw\.load")),
     ("one data rank, other data", dict(tp=2), _on_rank_1(lambda e: tiny.batches(1), lambda e: tiny.batches(0)),
         words("^RankError", "ranks 0 and 1", "data rank", "tp=2", "batches")),
     ("a loss of another shape", {}, lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
-        f: s["logprobs"].mean()).step(mine(e)), words("^DataError", r"loss.* \(\) ", rf"\({tiny.LENGTH},\)")),
+        f: s["logprobs"].mean()).step(feed(e)), words("^DataError", r"loss.* \(\) ", rf"\({tiny.LENGTH},\)")),
     ("not finite", dict(fsdp=2), lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s,
-        f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)).step(mine(e)),
+        f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)).step(feed(e)),
         words("^NonFiniteError", r"\bloss\b", "step 0", "-inf")),
-    ("a batch alone", {}, lambda e: e.step(mine(e)[0]), words("^DataError", "list", r"engine\.step\(\[batch\]\)")),
-    ("a generator", {}, lambda e: e.step(b for b in mine(e)),
+    ("a batch alone", {}, lambda e: e.step(feed(e)[0]), words("^DataError", "list", r"engine\.step\(\[batch\]\)")),
+    ("a generator", {}, lambda e: e.step(b for b in feed(e)),
         words("^DataError", "list", r"engine\.step\(\[batch\]\)")),
-    ("no batches", dict(fsdp=2), _on_rank_1(lambda e: [None], mine),
+    ("no batches", dict(fsdp=2), _on_rank_1(lambda e: [None], feed),
         words("^DataError", r"mw\.pack", "NoneType") + "|" + words("^RankError", "rank 1 ", "a step", "NoneType")),
-    ("a loss of nothing", {}, lambda e: _with(e, lambda s, f: None).step(mine(e)),
+    ("a loss of nothing", {}, lambda e: _with(e, lambda s, f: None).step(feed(e)),
         words("^DataError", "loss.*NoneType")),
-    ("a detached loss", {}, lambda e: _with(e, lambda s, f: -s["logprobs"].detach()).step(mine(e)),
+    ("a detached loss", {}, lambda e: _with(e, lambda s, f: -s["logprobs"].detach()).step(feed(e)),
         words("^StateError", r"\bloss\b", "detach")),
-    ("without gradients", dict(tp=2), lambda e: torch.no_grad()(e.step)(mine(e)),
+    ("without gradients", dict(tp=2), lambda e: torch.no_grad()(e.step)(feed(e)),
         words("^StateError", r"\bloss\b", r"torch\.no_grad\(\)", "train= of mw")),
-    ("a loss that runs its model", dict(fsdp=2), lambda e: _with(e, lambda s, f: (mw.logprobs(e.model, mine(e)[0]),
-        -s["logprobs"])[1]).step(mine(e)), words("^StateError", "logprobs", "model", r"\bloss\b", r"pack\(.*fields=")),
+    ("a loss that runs its model", dict(fsdp=2), lambda e: _with(e, lambda s, f: (mw.logprobs(e.model, feed(e)[0]),
+        -s["logprobs"])[1]).step(feed(e)), words("^StateError", "logprobs", "model", r"\bloss\b", r"pack\(.*fields=")),
     ("frozen later", {}, lambda e: _switched(e, "head.weight", on=False),
         words("^StateError", r"head\.weight", "0 more", "requires_grad", "train= of mw")),
     ("a loss of whole documents", dict(tp=2), _ratio_of_answers,
@@ -107,7 +107,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
 
 def _switched(engine: mw.Engine, name: str, *, on: bool) -> None:
     engine.model.parameter(name).requires_grad_(on)
-    engine.step(mine(engine))
+    engine.step(feed(engine))
 
 
 PATTERNS = {name: pattern for name, _, _, pattern in MISTAKES}

@@ -13,7 +13,7 @@ import torch
 
 import meshwright as mw
 from tests import tiny, trials, worlds
-from tests.trials import build, mine, said
+from tests.trials import build, feed, said
 from tests.words import words
 
 
@@ -25,11 +25,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 inferring = torch.inference_mode()
 rounding = torch.autocast("cpu", torch.bfloat16)
 CALLS: dict[str, tuple[dict[str, int], Callable[..., Any]]] = {
-    "step": ({}, lambda on, e: on(e.step)(mine(e))),
-    "update": (dict(fsdp=2), lambda on, e: (e.backward(mine(e)), on(e.update)())),
-    "evaluate": (dict(fsdp=2), lambda on, e: on(e.evaluate)(mine(e))),
-    "logprobs": (dict(tp=2), lambda on, e: on(mw.logprobs)(e.model, mine(e)[0])),
-    "logits": ({}, lambda on, e: on(mw.logits)(e.model, mine(e)[0])),
+    "step": ({}, lambda on, e: on(e.step)(feed(e))),
+    "update": (dict(fsdp=2), lambda on, e: (e.backward(feed(e)), on(e.update)())),
+    "evaluate": (dict(fsdp=2), lambda on, e: on(e.evaluate)(feed(e))),
+    "logprobs": (dict(tp=2), lambda on, e: on(mw.logprobs)(e.model, feed(e)[0])),
+    "logits": ({}, lambda on, e: on(mw.logits)(e.model, feed(e)[0])),
     "gather": (dict(fsdp=2), lambda on, e: on(mw.gather)(e.model)),
     "engine": ({}, lambda on, e: on(mw.Engine)(e.model, lr=1.0)),
     "load": ({}, lambda on, e: on(mw.load)(e.model.directory, e.model.mesh)),
@@ -50,7 +50,7 @@ def test_inference_mode_is_refused(messages_under_inference_mode: Callable[[str]
 
 
 def test_a_batch_of_inference_mode_is_refused(source: Path) -> None:
-    for text in worlds.run(2, said, source, dict(fsdp=2), lambda engine: engine.step(inferring(mine)(engine))):
+    for text in worlds.run(2, said, source, dict(fsdp=2), lambda engine: engine.step(inferring(feed)(engine))):
         assert re.search(words("^DataError", r"\bbatch\b", r"torch\.inference_mode\(\)"), text), text
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from tests import tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 from tests.words import words
 
 ON = dict(output_router_logits=True, router_aux_loss_coef=0.3)
@@ -48,16 +48,16 @@ def caught(act: Any) -> str:
 def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[float], list[float]]:
     began = time.monotonic()
     engine = build(source, mesh)
-    engine.evaluate(mine(engine))  # groups are made
+    engine.evaluate(feed(engine))  # groups are made
     rank = engine.model.mesh.rank
     message = []
     for act in (engine.step, engine.evaluate):
         engine.loss = Failing(rank, ValueError("broken"))
-        message.append(caught(lambda act=act: act(mine(engine))))
+        message.append(caught(lambda act=act: act(feed(engine))))
         engine.loss = Failing(rank, None)
-    records = [engine.step(mine(engine)) for _ in range(2)]
+    records = [engine.step(feed(engine)) for _ in range(2)]
     fresh = build(source, mesh)
-    expected = [fresh.step(mine(fresh)) for _ in range(2)]
+    expected = [fresh.step(feed(fresh)) for _ in range(2)]
     seconds = time.monotonic() - began
     return message, seconds, [r.loss for r in records], [r.loss for r in expected]
 
@@ -81,7 +81,7 @@ def detached(source: Path) -> str:
     engine = build(
         source, dict(fsdp=2), loss=lambda s, f: s["logprobs"].detach() if mw_rank(engine) else -s["logprobs"]
     )
-    return caught(lambda: engine.step(mine(engine)))
+    return caught(lambda: engine.step(feed(engine)))
 
 
 def mw_rank(engine: mw.Engine) -> int:

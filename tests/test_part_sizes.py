@@ -115,9 +115,9 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PA
 def test_every_constant_that_cuts_is_registered() -> None:
     """A new whole number in a module is a part size, or is said here to be something else."""
     known = set().union(*OTHERS.values())
-    found = {name for path in MODULES for name in numbers(path)}
-    assert found - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
-    assert {name for name in known if name not in found} - {"data.permute._MIX"} == set(), "it is not there any more"
+    actual = {name for path in MODULES for name in numbers(path)}
+    assert actual - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
+    assert {name for name in known if name not in actual} - {"data.permute._MIX"} == set(), "it is not there any more"
 
 
 def registered() -> list[PartSize]:
@@ -128,16 +128,16 @@ def registered() -> list[PartSize]:
 
 
 def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
-    found = registered()
-    assert len({(each.module, each.name) for each in found}) == len(found)
-    whole = [vars(importlib.import_module(each.module))[each.name] for each in found]
-    assert whole == [each.size for each in found], "a name is not that of the constant"
+    actual = registered()
+    assert len({(each.module, each.name) for each in actual}) == len(actual)
+    whole = [vars(importlib.import_module(each.module))[each.name] for each in actual]
+    assert whole == [each.size for each in actual], "a name is not that of the constant"
     with part_sizes_of(trials.trial(Path(), {})):
-        small = [vars(importlib.import_module(each.module))[each.name] for each in found]
-    assert small == [each.small for each in found]
-    assert [each for each in found if each.small >= each.size and each.name != "CHUNK"] == []
-    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in found]
-    rooms = {each.module.split(".")[1] for each in found}
+        small = [vars(importlib.import_module(each.module))[each.name] for each in actual]
+    assert small == [each.small for each in actual]
+    assert [each for each in actual if each.small >= each.size and each.name != "CHUNK"] == []
+    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in actual]
+    rooms = {each.module.split(".")[1] for each in actual}
     assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test here that cuts them"
 
 

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.engine import engine as engine_module
 from meshwright.models import qwen3_moe
 from tests import tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 
 MESHES: list[dict[str, int]] = [dict(fsdp=2), dict(tp=2), dict(replicate=2)]
 STREAMS = [[[5, 6, 7], [8, 9, 10, 11, 12]], [[21, 22, 23, 24], [25, 26]]]
@@ -92,10 +92,10 @@ def stepped_both_ways(source: Path, mesh: dict[str, int]) -> list[dict[str, Tens
         engine = build(source, mesh)
         for _ in range(2):
             if halves:
-                engine.backward(mine(engine))
+                engine.backward(feed(engine))
                 engine.update()
             else:
-                engine.step(mine(engine))
+                engine.step(feed(engine))
         out.append({name: t.clone() for name, t in engine.model.stored().items()})
     return out
 
@@ -121,7 +121,7 @@ def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
             super().step(stored, grads, lr)
 
     engine.optimizer.__class__ = Watched
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     return engine.update(), seen[0]
 
 
@@ -152,7 +152,7 @@ def crowded(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict
         if name.endswith("router"):
             stored.zero_()
     before = mw.gather(engine.model)
-    load_LE = engine.step(mine(engine)).expert_load
+    load_LE = engine.step(feed(engine)).expert_load
     assert load_LE is not None
     return before, mw.gather(engine.model), load_LE[0]
 
@@ -180,7 +180,7 @@ def late_experts(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor],
     decays = [dict(params=group, weight_decay=decay) for group, decay in zip(groups, (0.5, 0.0), strict=True) if group]
     torchs = torch.optim.AdamW(decays, lr=1e-2, betas=(0.9, 0.95), eps=1e-8) if plain else None
     for last in (False, True):
-        engine.backward(mine(engine))
+        engine.backward(feed(engine))
         for name, grad in mw.gather(engine.model, "grad").items():
             plain[name].grad = grad
         if torchs is not None:
@@ -216,7 +216,7 @@ def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, T
         return logits_TE.softmax(-1)[:, own_k], own_k.expand(len(logits_TE), k)
 
     qwen3_moe.ops.route = route
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     grads = mw.gather(engine.model, "grad")
     engine.update()
     return engine.router.load_LE[0], grads

@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import meshwright as mw
 from meshwright.optim import LocalOptimizer
 from tests import parts, tiny, trials, worlds
-from tests.trials import build, mine
+from tests.trials import build, feed
 from tests.words import words
 
 
@@ -54,18 +54,18 @@ def _another(engine: mw.Engine) -> mw.Engine:
 
 def _second_takes_over(engine: mw.Engine) -> None:
     second = _another(engine)
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     second.discard()
-    second.backward(mine(engine))
+    second.backward(feed(engine))
     engine.update()
 
 
 def _late(change: Callable[[mw.Engine], Any]) -> Callable[[mw.Engine], Any]:
-    return lambda engine: (engine.backward(mine(engine)), change(engine), engine.update())
+    return lambda engine: (engine.backward(feed(engine)), change(engine), engine.update())
 
 
 def _early(change: Callable[[mw.Engine], Any]) -> Callable[[mw.Engine], Any]:
-    return lambda engine: (change(engine), engine.step(mine(engine)))
+    return lambda engine: (change(engine), engine.step(feed(engine)))
 
 
 def _only_norms_none(engine: mw.Engine) -> None:
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
     "deepcopy": (ALONE, lambda e: copy.deepcopy(e.model),
         words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
     "pickle": (ALONE, lambda e: pickle.dumps(e.model), words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
-    "an engine as a model": (ALONE, lambda e: mw.logprobs(e, mine(e)[0]),
+    "an engine as a model": (ALONE, lambda e: mw.logprobs(e, feed(e)[0]),
         words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
     "an engine of an engine": (ALONE, lambda e: mw.Engine(e, lr=1.0),
         words("^ConfigError", "Engine", r"mw\.load", r"engine\.model")),
@@ -169,7 +169,7 @@ def losses_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine
     for step in range(2):
         if step == 0 and not late:
             meddle(engine)
-        result.append(engine.backward(mine(engine)))
+        result.append(engine.backward(feed(engine)))
         if step == 0 and late:
             meddle(engine)
         engine.update()
@@ -209,17 +209,17 @@ def test_what_an_engine_does_not_hold_on_to(source: Path, mesh: dict[str, int]) 
 def first_update_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> float:
     """The loss behind an update, where something was set between backward and it."""
     engine = build(source, mesh)
-    engine.backward(mine(engine))
+    engine.backward(feed(engine))
     meddle(engine)
     engine.update()
-    return engine.evaluate(mine(engine))
+    return engine.evaluate(feed(engine))
 
 
 def raises_on_rank_1(source: Path) -> str:
     rank = mw.Mesh(fsdp=2).rank
     engine = build(source, FSDP, lr=lambda step: {0: 1e-3}[step * 0 + rank])
     try:
-        engine.step(mine(engine))
+        engine.step(feed(engine))
     except Exception as error:  # noqa: BLE001 - errors of torch are what must not come
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -235,7 +235,7 @@ def two_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], 
     engine = build(source, mesh, router_aux="previous")
     for _ in range(2):
         meddle(engine)
-        record = engine.step(mine(engine))
+        record = engine.step(feed(engine))
         assert record.expert_load is not None
         record.expert_load.zero_()  # it is the caller's own
     return engine.model.stored()
@@ -270,7 +270,7 @@ def test_terms_of_a_narrow_loss_are_summed_wide(source: Path, dtype: torch.dtype
 
 def in_place(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
     plain, meddling = build(source, mesh), build(source, mesh, loss=lambda s, f: s["logprobs"].neg_() * 1.0)
-    return plain.evaluate(mine(plain)), meddling.evaluate(mine(plain))
+    return plain.evaluate(feed(plain)), meddling.evaluate(feed(plain))
 
 
 def test_a_loss_may_write_into_its_scores(source: Path) -> None:
@@ -289,16 +289,16 @@ def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
 
     LocalOptimizer._update = once  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        engine.step(mine(engine))
+        engine.step(feed(engine))
     LocalOptimizer._update = real  # type: ignore[method-assign]
     message = []
     for call in (
-        lambda: engine.step(mine(engine)),
+        lambda: engine.step(feed(engine)),
         engine.update,
-        lambda: engine.evaluate(mine(engine)),
+        lambda: engine.evaluate(feed(engine)),
         lambda: mw.export(engine.model, target),
         lambda: mw.gather(engine.model),
-        lambda: mw.Engine(engine.model, lr=1.0).step(mine(engine)),
+        lambda: mw.Engine(engine.model, lr=1.0).step(feed(engine)),
     ):
         try:
             call()

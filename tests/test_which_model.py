@@ -14,7 +14,7 @@ import torch
 import meshwright as mw
 from meshwright.errors import RankError
 from tests import tiny, trials, worlds
-from tests.trials import mine
+from tests.trials import feed
 from tests.words import words
 
 CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
@@ -51,7 +51,7 @@ def test_two_models_of_one_config(source: Path, tmp_path: Path) -> None:
 def elsewhere(sources: list[Path], axes: dict[str, int]) -> str:
     mesh = trials.mesh_of(axes)
     engine = mw.Engine(mw.load(sources[mesh.rank], mesh, dtype=torch.float64), lr=1e-2)
-    return _message_of(lambda: engine.step(mine(engine)))
+    return _message_of(lambda: engine.step(feed(engine)))
 
 
 def test_other_weights_under_the_same_config(source: Path, tmp_path: Path) -> None:

@@ -77,12 +77,9 @@ def _mesh(axes: Axes) -> mw.Mesh:
     return mw.Mesh(**asdict(axes), device="cpu", timeout_s=30)
 
 
-def rank_batches(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
+def feed(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
     """Return this data rank's part of the data of all tests."""
     return tiny.batches(engine.model.mesh.data_rank, **options)
-
-
-mine = rank_batches  # the name in tests that have not been renamed
 
 
 def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:

@@ -226,13 +226,13 @@ def _compare_kernel(x_TD: Tensor, num_words: int) -> tuple[list[Tensor], list[Te
     logits_TV, d_T3 = 3 * _normal(x_TD, 4, num_words) + slope_TV.to(x_TD.dtype), _normal(x_TD, 4, 3).float()
     labels_T = torch.tensor([0, num_words - 1, -100, num_words], device=x_TD.device)
     for entropy in (True, False):
-        mine, theirs = logits_TV.clone(), logits_TV.clone()
-        stats_T3 = _stats(theirs, labels_T, entropy, into_probs=False)
-        results[0].append(_stats_by_kernel(mine, labels_T, entropy))
-        _overwrite_by_kernel(mine, stats_T3, d_T3, labels_T, entropy)
-        _overwrite_with_gradient(theirs, stats_T3, d_T3, labels_T, entropy, are_probs=False)
-        results[0].append(mine)
-        results[1].extend([stats_T3, theirs])
+        by_kernel, by_formula = logits_TV.clone(), logits_TV.clone()
+        stats_T3 = _stats(by_formula, labels_T, entropy, into_probs=False)
+        results[0].append(_stats_by_kernel(by_kernel, labels_T, entropy))
+        _overwrite_by_kernel(by_kernel, stats_T3, d_T3, labels_T, entropy)
+        _overwrite_with_gradient(by_formula, stats_T3, d_T3, labels_T, entropy, are_probs=False)
+        results[0].append(by_kernel)
+        results[1].extend([stats_T3, by_formula])
     return results
 
 

@@ -78,12 +78,12 @@ class _Attention(torch.autograd.Function):
 
 
 def delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, _docs: object) -> Tensor:
-    """Allocate what our own kernels of the gated delta rule do (kernels/delta_rule.py). The next three are theirs."""
+    """Allocate what our kernels of the gated delta rule do (kernels/delta_rule.py). The next three belong to them."""
     return from_state((q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), None, None)
 
 
 def stream_of(_docs: object, _parts: int, _part: int) -> None:
-    """Cut out nothing: only the sizes of tensors count here."""
+    """Cut out nothing: only the sizes of tensors count."""
 
 
 def from_state(inputs: Sequence[Tensor], _stream: object, state_GRKV: Tensor | None) -> Tensor:

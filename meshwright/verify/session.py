@@ -143,6 +143,11 @@ class RunResult:
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Validate a request: everything that can be refused is refused before any process starts."""
     check_devices(axes, options.device, model)
+    if options.recipe.lora is not None:
+        raise ConfigError(
+            "verify does not train adapters (--lora) yet: its oracles expect every weight to have a gradient. "
+            "tests/test_lora.py compares their gradients with one process; leave the option out to verify the base"
+        )
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
     runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far

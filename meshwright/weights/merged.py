@@ -46,7 +46,7 @@ class MergedValues(Values):
         value = super().__getitem__(name)
         if name not in self.deltas or not value.numel():
             return value
-        # Added in at least float32 and never rounded here: the writer rounds once, to the dtype of the file.
+        # Added in at least float32 and never rounded in memory: the writer rounds once, to the dtype of the file.
         delta = self.deltas[name].of(self.pieces[name])
         return value.to(torch.promote_types(value.dtype, delta.dtype)) + delta.to(value.device)
 

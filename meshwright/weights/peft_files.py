@@ -244,22 +244,22 @@ def _read_fused(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[T
     """
     num, (rank, width, height) = pair.experts, pair.sizes
     shapes = {False: ((num * rank, width), (height, rank * num)), True: ((num * rank, height), (width, rank * num))}
-    found = [
+    fitting = [
         (name, swapped)
         for name in (f"{at}.base_layer", at)
         for swapped, expected in shapes.items()
         if tuple(files.shapes.get(f"{name}.lora_{factor}.weight") for factor in "AB") == expected
         and files.swapped in (None, swapped)
     ]
-    if len(found) != 1:
+    if len(fitting) != 1:
         stated = files.config.get("peft_version")
         raise LoadError(
-            f"{files.directory / WEIGHTS_FILE}: {len(found)} adapters fit {pair.module} ({num} experts of "
+            f"{files.directory / WEIGHTS_FILE}: {len(fitting)} adapters fit {pair.module} ({num} experts of "
             f"[{height}, {width}], rank {rank}; peft_version={stated!r}). "
-            + ("peft changed the meaning of such files after 0.19.0: add the peft_version that wrote them to "
-               f"{CONFIG_FILE}" if found else "Base, rank and targets must be those that the adapter was trained with")
+            + (f"peft changed what such files mean after 0.19.0: add the peft_version that wrote it to {CONFIG_FILE}"
+               if fitting else "Base, rank and targets must be those that the adapter was trained with")
         )  # fmt: skip
-    ((name, swapped),) = found
+    ((name, swapped),) = fitting
     a, b = (take(f"{name}.lora_{factor}.weight", shape) for factor, shape in zip("AB", shapes[swapped], strict=True))
     if swapped:  # the transpose of B A is A.T B.T, so the factors change places
         return b.view(width, rank, num).permute(2, 1, 0), a.view(num, rank, height).transpose(1, 2)
@@ -267,7 +267,7 @@ def _read_fused(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[T
 
 
 def _read_each(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[Tensor, Tensor]:
-    """Read an A and a B for each expert and matrix. Gate and up must have the same A, since one A serves both here."""
+    """Read an A and a B for each expert and matrix. Gate and up must have the same A, since one A serves both."""
     names, (rank, width, height) = _halves(pair), pair.sizes
     a_shape, b_shape = (rank, width), (height // len(names), rank)
     all_a, all_b = [], []
@@ -276,8 +276,8 @@ def _read_each(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[Te
         first, *others = [take(f"{name}.lora_A.weight", a_shape) for name in each]
         if not all(other.equal(first) for other in others):
             raise LoadError(
-                f"{files.directory / WEIGHTS_FILE}: {each[0]} and {each[1]} have different A. Here one A serves gate "
-                f"and up, as in PEFT's fused experts; this one would need rank {2 * rank}. Merge it into its base"
+                f"{files.directory / WEIGHTS_FILE}: {each[0]} and {each[1]} have different A. In Meshwright one A "
+                f"serves gate and up, as in PEFT's fused experts; this one would need rank {2 * rank}. Merge it first"
             )
         all_a.append(first)
         all_b.append(torch.cat([take(f"{name}.lora_B.weight", b_shape) for name in each]))
