@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +45,8 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
         code = main(arguments)
     except SystemExit as left:
         code = int(str(left.code))
+    except BaseException:  # noqa: BLE001 - a test that reads the output shows it
+        traceback.print_exc()
     finally:
         os._exit(code)
 

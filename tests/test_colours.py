@@ -26,6 +26,7 @@ def run_example(arguments: list[str]) -> int:
     make_model = colours.make_model
     colours.make_model = lambda out: worlds.run(1, make_model, out)
     colours.subprocess = SimpleNamespace(run=train)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     with forked_ranks():
         colours.main(Path(arguments[0]), 20)
     return 0

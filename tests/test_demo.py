@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ def demonstrate(arguments: list[str]) -> int:
     sys.argv, make_directory = ["demo", *arguments], demo.make_directory
     demo.make_directory = lambda out: worlds.run(1, make_directory, out)  # forks would inherit its process group
     demo.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Command})
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch may refuse new threads after a fork
     with forked_ranks():
         demo.main()
     return 0

@@ -26,7 +26,7 @@ from meshwright.weights import open_source
 from tests import tiny, trials
 
 PACKAGE = Path(meshwright.__file__).parent
-# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests here.
+# Packages whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, exports. The others have tests below.
 TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 # Whole numbers of modules that cut nothing in parts, by what they are.
 OTHERS = {
@@ -79,7 +79,7 @@ OTHERS = {
         "weights.small_files._KEPT_BYTES",
     },
 }  # fmt: skip
-NO_TENSORS = ("plan", "report")  # rooms that estimate and draw
+NO_TENSORS = ("plan", "report")  # packages that estimate and draw
 LEAST = 8  # a smaller number counts things, such as tries
 
 
@@ -113,7 +113,7 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PA
 
 
 def test_every_constant_that_cuts_is_registered() -> None:
-    """A new whole number in a module is a part size, or is said here to be something else."""
+    """A new whole number in a module is a part size, or this file lists it as something else."""
     known = set().union(*OTHERS.values())
     actual = {name for path in MODULES for name in numbers(path)}
     assert actual - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
@@ -137,8 +137,8 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
     assert small == [each.small for each in actual]
     assert [each for each in actual if each.small >= each.size and each.name != "CHUNK"] == []
     assert whole == [vars(importlib.import_module(each.module))[each.name] for each in actual]
-    rooms = {each.module.split(".")[1] for each in actual}
-    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test here that cuts them"
+    packages = {each.module.split(".")[1] for each in actual}
+    assert packages - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:

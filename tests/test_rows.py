@@ -304,7 +304,7 @@ def test_an_operation_that_could_not_be_ended_is_refused(operation: str) -> None
         )
 
 
-def test_what_templates_reckon_stays() -> None:
+def test_what_templates_compute_stays() -> None:
     args = "2 ** 10, 7 % 2, 'ab' * 3, [0] * 2, 2 * 0.5, '%05.1f' % 2, '%s'|format(10 ** 12), 'a'.ljust(3), 9e9|round"
     [ours, plain] = [each().from_string("{{ [" + args + "] }}") for each in (Sandbox, ImmutableSandboxedEnvironment)]
     assert ours.render() == plain.render()

@@ -94,7 +94,7 @@ def test_the_error_is_as_large_as_a_step_of_the_levels(code: Code) -> None:
 
 
 @pytest.mark.parametrize("code", CODES, ids=["first", "second"])
-def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
+def test_the_mean_is_right_between_two_levels(code: Code) -> None:
     """Rounding the logarithm would be off by more than a thousandth. The mean is right below all levels too, except for
     a second moment, which must not become 0."""
     values = levels(code, CPU)

@@ -132,10 +132,11 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
 }  # fmt: skip
 
 
-MESHES = {trials.named(mesh): mesh for mesh in (dict(replicate=2), dict(fsdp=2, tp=2, ep=2))}
-# On four ranks what shards, experts and columns may change, on replicas the others.
+SHARDS = dict(fsdp=2, tp=2, ep=2) if parts.ALL else dict(fsdp=2, ep=2)
+MESHES = {trials.named(mesh): mesh for mesh in (dict(replicate=2), SHARDS)}
+# On shards of experts and columns, what these may change; on replicas the others.
 FOUR = ("no gradient, no update", "logits", "weights of tokens are only counted", "the state is lost after 64 tokens")
-ALL_CASES = [(mesh, name) for mesh, sizes in MESHES.items() for name in PLANTS if (name in FOUR) == ("tp" in sizes)]
+ALL_CASES = [(mesh, name) for mesh, sizes in MESHES.items() for name in PLANTS if (name in FOUR) == ("fsdp" in sizes)]
 CASES = parts.every(3, ALL_CASES)
 Planted = tuple[str, str]  # of these names
 

@@ -381,9 +381,9 @@ def messages_of_engine(source: Path) -> dict[str, str]:
 def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], Path]) -> None:
     (message,) = worlds.run(1, messages_of_engine, source("qwen3_vl"))
     assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in message["without a tower"]
-    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
+    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch lacks")
     assert message["words"].startswith("token 3 at position 2 is in the place of a picture")
-    assert "has 90 numbers, and one of this tower has 96" in message["patches"]
+    assert "has 90 values, but the vision tower takes 96" in message["patches"]
 
 
 def saved_with_a_tower(source: Path, at: Path) -> str:

@@ -154,11 +154,11 @@ def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, l
     monkeypatch.setattr(module.F, "scaled_dot_product_attention", counted)
     monkeypatch.setattr(module, "_LONG_MACS", 1)
     streams = [x.detach() for x in inputs(sum(lengths))]
-    here = attention(*streams, docs)
+    eager = attention(*streams, docs)
     assert len(called) == len(lengths), "a CPU takes one document after the other"
     called.clear()
     monkeypatch.setattr(module, "kind_of", lambda _: "accelerator")
-    assert torch.allclose(attention(*streams, docs), here, rtol=0, atol=1e-12)
+    assert torch.allclose(attention(*streams, docs), eager, rtol=0, atol=1e-12)
     assert len(called) == calls
 
 
