@@ -1,6 +1,7 @@
-"""The command `meshwright plan`: what a model needs on a mesh, or with `--search`, which meshes are quickest.
+"""Run `meshwright plan`: compute what a model needs on a mesh or, with `--search`, find the fastest meshes.
 
-It reads `config.json` and declarations only, starts no process and needs no device, so a laptop can plan 1,024 ranks.
+The command reads only `config.json` and declarations, starts no process and needs no device. So a laptop can plan 1,024
+ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_cluster(command: argparse.ArgumentParser) -> None:
     """Add the bandwidths and FLOP/s of a cluster.
 
-    Unset ones follow from a known --device, so a plan for an H100 needs none of them.
+    A known --device supplies the values that are not given. So a plan for an H100 needs none of these options.
     """
     group = command.add_argument_group("the cluster, to estimate the time of a step")
     group.add_argument(
@@ -100,7 +101,8 @@ def _search(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     """Plan one mesh. Return 1 if it does not fit the --device.
 
-    An impossible mesh raises, and with --json prints its objections as data first: a script can choose another mesh.
+    Raise MeshError for an impossible mesh. With --json, first print all objections as data, so that a script can choose
+    another mesh.
     """
     if options.search:
         return _search(options)
@@ -108,16 +110,16 @@ def _plan(options: argparse.Namespace) -> int:
     from ..axes import Axes
     from ..plan.terminal import plan_json, print_plan
 
-    # Read all options first: a typing mistake must not wait until a config has come from the hub.
+    # Check all options before fetching a config from the hub, so that a typing mistake is reported at once.
     target = plan.check_page(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
     recipe, optimizer = recipe_of(vars(options)), plan.optimizer_of(vars(options))
     check_axes(vars(options), sizes)
-    # Without weights: of a hub id only config.json and the index are fetched.
+    # weights=False: for a hub id, fetch only config.json and the index.
     blueprint = plan.find(options.model, recipe, weights=False, say=Clock())
     num_batches = options.micro_batches or 1
-    # All reasons against the mesh at once, not the first: fixing one must not uncover the next.
+    # Report all objections to the mesh at once, so that the user does not fix one only to meet the next.
     refused = plan.objections(blueprint, sizes, num_batches, optimizer)
     if refused:
         if options.json:

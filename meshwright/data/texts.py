@@ -1,4 +1,4 @@
-"""Documents from plain texts (every token is trained on), and from rows of ready token ids."""
+"""Make documents from plain texts, on whose every token the model trains, and from rows that are already tokenised."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _MASKS = ("labels", "mask", "loss_mask", "completion_mask", "assistant_masks", "
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of text: every token is trained on, and the end token. `fields`: `{"text": "body"}` for rows with a
-    `body`."""
+    """Rows of text. The model trains on every token, the end token included.
+
+    `fields` renames fields: `{"text": "body"}` reads the text from `body`.
+    """
 
     tokenizer: Any  # one of transformers
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        """Tokenise a row, and add the end token, so that the model learns to stop and documents are separated.
+        """Tokenise a row, and append the end token: it teaches the model to stop, and separates documents.
 
-        An empty text makes no document. Text from a file is split before this, by file, paragraph or line.
+        An empty text makes no document. Text files arrive here already split, by file, paragraph or line.
         """
         name = self.fields.get("text", "text")
         text = row.get(name)
@@ -42,10 +44,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class TextOnly:
-    """Documents without pictures for a vision-language model: refuses placeholder tokens, which the model would try to
-    fill.
+    """Text-only documents for a vision-language model. Refuses placeholder tokens.
 
-    A placeholder id in plain text (a document about the model itself) would be taken for a picture that does not exist.
+    A document about the model itself may contain a placeholder in its text. The model would take it for a picture, and
+    none exists.
     """
 
     make: Callable[[Mapping[str, Any]], list[Tokens]]
@@ -58,17 +60,17 @@ class TextOnly:
             token for each in documents for token in each.ids.tolist() if token in self.placeholder_ids
         ):
             raise DataError(
-                f"it has the token {placeholder}, which stands for a picture, and no picture; write it otherwise"
+                f"it has the token {placeholder}, which stands for a picture, but no picture; spell it differently"
             )
         return documents
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Rows of `ids`, and of `trained` if not all tokens are trained on: a mask over the tokens.
+    """Rows of `ids` that were tokenised elsewhere, with an optional loss mask `trained` over the ids.
 
-    For data that was tokenised elsewhere. Ids are checked against the vocabulary: an index beyond it is an illegal
-    memory access on a GPU, reported far away from its cause.
+    Without the mask the model trains on every token. Ids are checked against the vocabulary: on a GPU an id beyond it
+    is an illegal memory access, reported far from its cause.
     """
 
     vocab_size: int

@@ -2,12 +2,13 @@
 
 A meta copy of each stage runs forward and backward. Every storage is counted from its allocation until it is freed, as
 torch's own trackers do (`torch.distributed._tools.fsdp2_mem_tracker`). Closed formulas of activation memory
-(arXiv:2205.05198, equation 1) hold for one architecture and go stale with each kernel. Here a new family needs none.
+(arXiv:2205.05198, equation 1) hold for one architecture and go stale with each kernel. The simulation needs no formula
+for a new model family.
 
-Layers of one kind hold the same, so three of each kind run and stand for the rest.
+Layers of one kind hold equal amounts of memory. So three layers of each kind run, and stand for the rest.
 
-In the first backward of a step gradients appear while activations are freed. From the second micro-batch on, all
-gradients exist before backward starts. So the two are distinguished, and the larger peak counts.
+In the first backward of a step, gradients appear while activations are freed. From the second micro-batch on, all
+gradients exist before backward starts. The simulation computes both peaks, and reports the larger.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ from .fsdp_buffers import FsdpBuffers, sharded_units
 from .meta_model import FakeMesh, MetaKernels, forward, meta_copy
 
 ACTIVATIONS = "activations"
-# Layers of each kind that run. In backward FSDP reduces the gradients of one layer while it gathers another, so the
-# peak inside of a layer depends on its two neighbours.
+# How many layers of each kind run. In backward, FSDP reduces the gradients of one layer while it gathers another. So
+# the peak inside a layer depends on its two neighbours.
 _RUN = 3
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step: `tokens` of a micro-batch of a data rank, number of micro-batches, compute dtype, memory
-    options, and the `kind` of device."""
+    """The work of a step on one data rank.
+
+    `tokens`: in one micro-batch. `num_batches`: micro-batches. `compute`: the compute dtype. `kind`: the device type.
+    """
 
     tokens: int
     num_batches: int = 1
@@ -64,8 +67,10 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes in use at a moment, and how many of them are of a kind that is not an activation: gradients, FSDP
-    buffers."""
+    """The bytes in use at one moment.
+
+    `total` includes activations. `parts` lists the bytes of everything else by kind: gradients and FSDP's buffers.
+    """
 
     total: int = 0
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -75,7 +80,7 @@ class Peak:
         return replace(self, total=self.total + more)
 
     def with_gathered(self, least: int, others: int) -> Peak:
-        """Count at least `least` gathered bytes of the own stage, and `others` of other stages."""
+        """Raise this stage's gathered bytes to `least` if they are fewer, and add the `others` of other stages."""
         now = self.parts.get(GATHERED, 0)
         gathered = max(now, least) + others
         return Peak(self.total - now + gathered, {**self.parts, GATHERED: gathered})
@@ -106,9 +111,9 @@ class Live(MetaKernels):
     def __init__(self, existing: Sequence[Tensor]) -> None:
         super().__init__()
         self.now, self.most, self.first = 0, Peak(), Peak()
-        self.parts: Counter[str] = Counter()  # bytes now of what no tensor stands for: FSDP buffers and gradients
+        self.parts: Counter[str] = Counter()  # live bytes that no meta tensor represents: FSDP's buffers and gradients
         self.skipped_freed = 0  # bytes that skipped layers have freed
-        # Parameters exist before and are counted as stored bytes elsewhere.
+        # Parameters exist before the run. `memory.budget` counts them as stored bytes.
         self._seen = {t.untyped_storage()._cdata for t in existing}
 
     def __torch_dispatch__(
@@ -136,12 +141,12 @@ class Live(MetaKernels):
         self.now -= size
 
     def add(self, what: str, num_bytes: int) -> None:
-        """Count bytes of a kind that no tensor of the meta copy stands for; negative when freed."""
+        """Count bytes of a kind that no tensor of the meta copy represents. A negative number frees them."""
         self.parts[what] += num_bytes
         self._add(num_bytes)
 
     def _add(self, num_bytes: int) -> None:
-        """Count bytes, and update the peaks: `most` without gradients, `first` with them."""
+        """Count bytes, and update both peaks: `most` excludes gradients, `first` includes them."""
         self.now += num_bytes
         grad_bytes = self.parts[GRADIENTS]
         if self.now - grad_bytes > self.most.total:
@@ -187,8 +192,10 @@ def _activations(
 
 
 def _grads(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> dict[str, int]:
-    """Return the bytes of each parameter's gradient on this rank's device. With offload only ignored (float32) ones
-    stay there."""
+    """Return the bytes of each parameter's gradient on this rank's device.
+
+    With offload FSDP moves gradients to the host. Those of float32 parameters stay, because FSDP ignores them.
+    """
     width = torch.promote_types(work.compute, torch.float32).itemsize
     trained = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
     params = [spec.table[name] for unit in stage.units for name in unit.params if name in trained]
@@ -215,7 +222,7 @@ def _units_with_grad(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
 
 
 def _kinds(spec: ShardingSpec, stage: Stage, has_grad: Collection[str]) -> dict[object, list[int]]:
-    """Group layers that hold the same: by their parameters, precision, and whether a gradient passes through them."""
+    """Group layers that hold equal memory: by parameters, precision, and whether a gradient passes through them."""
     kinds: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
@@ -225,8 +232,11 @@ def _kinds(spec: ShardingSpec, stage: Stage, has_grad: Collection[str]) -> dict[
 
 
 def _cache_key(stage: Stage, kinds: Mapping[object, list[int]], *, carried: bool) -> object:
-    """Return a key that is equal for stages that hold the same: the same kinds of layers in the same order, between the
-    same ends."""
+    """Return a key that is equal for stages that hold equal memory.
+
+    Such stages have the same kinds of layers in the same order. They also agree on whether they have an embedding, a
+    head, and a stage before them that needs a gradient.
+    """
     ends = (type(stage.module.embed), type(stage.module.head), carried, tuple(unit.again for unit in stage.units))
     first = int(next(iter(stage.module.layers), 0))
     return ends, tuple((kind, tuple(number - first for number in same)) for kind, same in kinds.items())
@@ -240,9 +250,9 @@ def most_held(
 ) -> dict[str, int]:  # fmt: skip
     """Return the bytes of each kind at the peak of a step on a rank.
 
-    The stages of the rank follow the schedule's actions, as in a real step. A stage of 1F1B keeps activations of up to
-    `pp - stage` micro-batches at a time; that number is not put in, it follows from the order of actions. `cache` is
-    shared between ranks of a mesh: interior stages are equal.
+    The stages of the rank follow the schedule's actions, as in a real step. So the number of micro-batches whose
+    activations a stage keeps follows from the order of actions; for 1F1B it is at most `pp - stage`. The ranks of a
+    mesh share `cache`, because interior stages are equal.
 
     Example, 1F1B with pp=2 and 4 micro-batches: stage 0 runs F0 F1 B0 F2 B1 F3 B2 B3 and holds two micro-batches at its
     peak; stage 1 runs F0 B0 F1 B1 ... and holds one.
@@ -285,8 +295,8 @@ def most_held(
 class _Trial:
     """One forward and backward of a meta copy from which layers are skipped.
 
-    `skipped` maps each skipped layer to one of its kind that runs and holds the same. Skipped layers are assumed to
-    come before those that run, and together. `grads`: bytes of each parameter's gradient.
+    `skipped` maps each skipped layer to a layer of its kind that runs. All skipped layers are assumed to come before
+    all layers that run. `grads`: bytes of each parameter's gradient.
     """
 
     def __init__(
@@ -298,7 +308,7 @@ class _Trial:
         self.live = Live([*model.parameters()])
         self.layer_bytes: list[int] = []  # live bytes at the start of each layer, and after the last
         self.kept = 0  # bytes that skipped layers keep for backward
-        # By position: bytes that skipped layers free, and bytes of their gradients, once backward has come to it.
+        # Position -> (bytes that skipped layers free, bytes of their gradients), applied when backward reaches it.
         self.at_layer: dict[int, tuple[int, int]] = {}
 
     def run(self, num_tokens: int, buffers: FsdpBuffers, stay: int) -> Activations:
@@ -326,8 +336,8 @@ class _Trial:
         """Place the frees and the gradients of skipped layers in the first backward.
 
         In the first backward a layer frees its activations and gets its gradients. How many skipped layers have done so
-        when a given one runs is unknown, so the worst split is used: as many of them before the layers that run as make
-        the largest sum, and the rest after.
+        before a given layer runs is unknown. So the worst split is used: it places as many of them before the layers
+        that run as make gradients minus freed activations largest, and the rest after.
         """
         # A difference can be negative: RoPE tables are freed after the last layer.
         kept = (max(0, after - before) for before, after in pairwise(self.layer_bytes))
@@ -343,7 +353,7 @@ class _Trial:
         self.at_layer = {len(self.layer_bytes) - 1: before, 0: (total[0] - before[0], total[1] - before[1])}
 
     def _on_backward(self, number: int) -> None:
-        """Apply the frees and gradients of skipped layers when backward comes to a position."""
+        """Apply the frees and gradients of skipped layers when backward reaches a position."""
         freed, grads_made = self.at_layer.get(number, (0, 0))
         self.live.skipped_freed += freed
         self.live.add(GRADIENTS, grads_made)

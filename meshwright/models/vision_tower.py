@@ -1,8 +1,10 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: a ViT from patches of images and videos to rows in place of text tokens.
+"""The vision tower of Qwen3-VL and Qwen3.5: a ViT that turns patches of images and videos into rows for the text model.
 
-It sees frames (an image, or a slice of a video in time), each by itself; 2 x 2 patches become one row. A rank runs
-whole frames with whole weights, and one door brings rows to the tokens that they replace. Shapes: P patches, N rows, E
-width of the tower, H heads, K head dim, C pixels of a patch, D width of the text model.
+A frame is an image, or a time slice of a video. Attention stays within a frame, and 2 x 2 patches become one row. Each
+row replaces the embedding of one placeholder token. A rank runs whole frames with whole weights. One door (a declared
+all-to-all) then sends each row to the rank that holds its token.
+
+Shapes: P patches, N rows, E width of the tower, H heads, K head dim, C pixels of a patch, D width of the text model.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Pixels:
 class TowerShape:
     """The shape of a tower.
 
-    `taps`: blocks after which features go to the first layers of the text (deepstack, 2406.04334).
+    `taps`: the blocks whose features the first layers of the text model also receive (deepstack, 2406.04334).
     """
 
     width: int
@@ -67,18 +69,16 @@ class TowerShape:
         return self.width // self.heads
 
     def cost(self, num: int) -> float:
-        """Return the multiply-adds of one block for a frame of `num` patches: matmuls, and attention between
-        all pairs.
-        """
+        """Return the multiply-adds of one block for a frame of `num` patches: its matmuls, and full attention."""
         return num * (4.0 * self.width**2 + 2 * self.width * self.ffn + 2 * num * self.width)
 
 
-@dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
+@dataclass(frozen=True, eq=False)  # the generated __eq__ would raise: a tensor comparison has no single truth value
 class VisionInput:
     """The work of a rank on the images of a micro-batch.
 
-    `patches_PC`, `frames`: those that it runs. `sent`, `got`: how many rows it sends to and gets from each rank of its
-    data rank. `at_N`: the indices of the tokens that received rows replace.
+    `patches_PC`, `frames`: the patches and frames that this rank runs. `sent`, `got`: how many rows it sends to, and
+    gets from, each rank that reads the same batch. `at_N`: the indices of the tokens that received rows replace.
     """
 
     patches_PC: Tensor
@@ -182,8 +182,8 @@ class TowerBlock(nn.Module):
         E, H, K = shape.width, shape.heads, shape.head
         self.heads, self.head = H, K
         self.norm = LayerNorm({"eye": E}, at + "norm1")
-        # The tower is not cut by tp: its frames are divided among the ranks instead, so dims have names that no rule
-        # cuts.
+        # tp does not cut the tower, because ranks divide its frames instead. So no sharding rule knows these names of
+        # dims.
         qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
         self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
         self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
@@ -206,7 +206,8 @@ class TowerBlock(nn.Module):
 class Merger(nn.Module):
     """Merge 2 x 2 neighbouring patches into one row of the text's width.
 
-    Its GELU is the exact one, whatever the config says. `late`: normalise all four together, as for deepstack.
+    Its GELU is the exact one, whatever the config says. `late`: concatenate the four patches before the norm, as the
+    deepstack mergers do (`use_postshuffle_norm` in transformers).
     """
 
     def __init__(self, shape: TowerShape, width: int, at: str, *, late: bool = False) -> None:
@@ -223,10 +224,7 @@ class Merger(nn.Module):
 
 
 class Tower(nn.Module):
-    """The tower.
-
-    `forward` returns rows for this rank's tokens: their replacements, and what the first layers add to them.
-    """
+    """The whole vision tower: patch embedding, blocks, mergers, and the door to the text model."""
 
     def __init__(self, shape: TowerShape, width: int, ids: Sequence[int], at: str) -> None:
         super().__init__()
@@ -241,7 +239,7 @@ class Tower(nn.Module):
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:
-        """Return the FSDP units in the order of forward, by which backward prefetches."""
+        """Return the FSDP units in forward order, which also determines the order of prefetching in backward."""
         units: list[nn.Module] = [self.patches]
         for number, block in self.blocks.items():
             taps = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
@@ -255,7 +253,8 @@ class Tower(nn.Module):
     def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:
         """Run frames; return rows for the placeholders among this rank's tokens.
 
-        The first result is what replaces them; each further one is what one of the first layers adds to them.
+        The first result replaces the embeddings of the placeholders. The n-th further result is added to the output of
+        the n-th text layer at these tokens (deepstack).
         """
         x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
         tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)

@@ -1,4 +1,4 @@
-"""Whole matrices for optimizers that look at more than the rows of a rank, such as Muon (decisions 0002 and 0010)."""
+"""Gather whole matrices for optimizers that need more than a rank's rows, such as Muon (decisions 0002 and 0010)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..sharding import SEPARATE, Param, Piece, Rules, ShardingSpec, place
 class WholeMatrices:
     """Gathers whole matrices from the pieces of all ranks, and cuts this rank's piece out of a whole one.
 
-    Among the ranks that shard and cut a parameter, each element has one holder. So the sum of their pieces, with zeros
-    elsewhere, is the whole parameter, exact to the bit.
+    Within a group of ranks that shard or cut a parameter, exactly one rank holds each element. Each rank puts its piece
+    into zeros, and an all-reduce adds them up. The sum is the whole parameter, exact to the bit.
     """
 
     def __init__(self, spec: ShardingSpec, mesh: Mesh, pieces: Mapping[str, Piece]) -> None:
@@ -27,8 +27,11 @@ class WholeMatrices:
                 mesh.process_group(over.axes)
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """Return the matrices that files hold of a parameter, `[matrices, rows, columns]`, from a tensor like this
-        rank's piece. All ranks that hold some of it call this in the same order."""
+        """All-reduce the pieces of a parameter, or tensors of their shapes. Return `[matrices, rows, columns]`.
+
+        The matrices are those of the files: one for each expert, and for the gate and the up projection. All ranks that
+        hold a piece must gather the same parameters in the same order.
+        """
         piece = self.pieces[name]
         whole, param = local.new_zeros(piece.param.shape), piece.param
         for box, view in piece.views(local):
@@ -39,7 +42,7 @@ class WholeMatrices:
         return whole.view(_num_matrices(param), -1, param.matrix[1])
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece of what `gather` returned, or of a tensor of its shape."""
+        """Cut this rank's piece out of `whole`, a tensor in the shape that `gather` returns."""
         piece = self.pieces[name]
         local = whole.new_empty(piece.shape)
         for box, view in piece.views(local):
@@ -48,7 +51,7 @@ class WholeMatrices:
 
 
 def gathering(param: Param, rules: Rules, axes: Axes, itemsize: int) -> Sum:
-    """Return the all-reduce that gathers a parameter; over no axes if each rank holds all of it."""
+    """Return the all-reduce that gathers a parameter. Its axes are empty if each rank holds the whole parameter."""
     placement = place(param, rules, axes)
     over = tuple(axis for axis in (*placement.shard, *placement.split.values()) if axes.size_of(axis) > 1)
     return Sum(f"whole {param.name}", over, param.numel * itemsize)
@@ -61,5 +64,5 @@ def gatherings(params: Iterable[Param], rules: Rules, axes: Axes, itemsize: int)
 
 
 def _num_matrices(param: Param) -> int:
-    """Count the matrices that files hold of a parameter: one for each expert, and for gate and up projections."""
+    """Count the matrices that the files store for a parameter: one for each expert, and for gate and up projections."""
     return prod(size for dim, size in param.rows.items() if dim in SEPARATE)

@@ -1,15 +1,18 @@
-"""Context parallelism (long sequences): each cp rank holds a slice of the token stream, and mixers need tokens before
-it.
+"""Context parallelism for long sequences: Ulysses all-to-all between neighbours, all-gather of keys and values beyond.
 
-`cp // groups` neighbours exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509): a rank
-holds `[T, n, C]` of its own tokens before, `[parts*T, n/parts, C]` of all their tokens after. Attention and the delta
-rule then see whole documents. The load is even, and a document that crosses a boundary needs no special case. A ring
-would need load balancing by a zigzag order of tokens, which a recurrence (gated delta rule) cannot take: wrapping
-attention alone restarts the state of linear attention at each shard, with a right forward of the first shard and wrong
-gradients (accelerate#4177).
+Each cp rank holds a slice of the token stream, but a mixer also needs the tokens before that slice. So `parts`
+neighbouring ranks exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509). Before it, a
+rank holds its own tokens with all heads, `[T, n, C]`. After it, the rank holds the tokens of all `parts` neighbours
+with its share of the heads, `[parts*T, n/parts, C]`. With `parts == cp`, attention and the delta rule then see whole
+documents. The load is even, and a document that crosses a boundary needs no special case.
 
-Heads limit Ulysses to cp <= heads of a tp rank. Beyond the neighbours, keys and values are all-gathered (as in Llama
-3's context parallelism, arXiv:2407.21783), and the delta net passes on its state.
+A ring balances its load by a zigzag order of tokens, and a recurrence (gated delta rule) cannot follow that order.
+Wrapping attention alone would restart the state of linear attention at each shard. Then only the forward of the first
+shard is right, and gradients are wrong (accelerate#4177).
+
+Ulysses needs at least as many heads on a tp rank as neighbours. With more cp ranks, several groups of `parts`
+neighbours remain. Between the groups, keys and values are all-gathered (as in Llama 3's context parallelism,
+arXiv:2407.21783), and the delta net passes on its state.
 
 Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens a rank, n heads:
 
@@ -58,8 +61,8 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
 def gather_parts(x: Tensor, size: int, group: str, name: str) -> Tensor:
     """All-gather a tensor over the parts of the stream. Backward reduce-scatters (sums) its gradient.
 
-    The sum is the point: every part used all of the gathered keys, so each has a share of their gradient. A
-    gather whose backward only slices trains on 1/parts of it (NeMo-Automodel#1260).
+    Every part uses all of the gathered keys, so each part computes a share of their gradient, and the shares must be
+    summed. A gather whose backward only slices keeps 1/parts of the gradient (NeMo-Automodel#1260).
     """
     return AllGather.apply(x, size, group, _at(name))
 
@@ -109,6 +112,9 @@ def _all_to_all(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
 
 
 def _at(name: str) -> str:
-    """Name the door for heartbeats, but not while compiling: the name would be a constant of the graph, one graph a
-    layer."""
+    """Return the name of the door for heartbeats.
+
+    While compiling, return one name for all doors. A door's own name would be a constant of the graph, and every layer
+    would compile a graph of its own.
+    """
     return "a context parallel exchange" if torch.compiler.is_compiling() else name

@@ -80,7 +80,7 @@ def _as_cell(value: object) -> Cell:
 
 
 def _td(cell: Cell, label: str) -> str:
-    """Return the HTML of a cell. CSS shows the label, the name of the column, where rows are stacked."""
+    """Return the HTML of a cell. Where rows are stacked, CSS shows `label`, the name of the column, beside it."""
     title = f' title="{escape(cell.title)}"' if cell.title else ""
     kind = f' class="{escape(cell.kind)}"' if cell.kind else ""
     note = wrap("small", flowing(cell.note)) if cell.note else ""
@@ -145,7 +145,7 @@ def _footer(origin: Mapping[str, str]) -> str:
 
 
 def check_page(file: str) -> Path:
-    """Return the path of a page. Refuse one that cannot be written, before the work and not an hour after."""
+    """Return the path of a page. Refuse a path that cannot be written, before an hour of work is lost to it."""
     path = Path(file).absolute()
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--html {file}: this file cannot be written; name a file in a directory that you may write")

@@ -1,7 +1,8 @@
-"""Context parallelism of each mixer: how many neighbours on cp swap tokens for heads, and what the rest of cp does.
+"""Choose each mixer's context parallelism: Ulysses within groups of cp ranks, all-gather or state passing between them.
 
-Ulysses (arXiv 2309.14509) swaps tokens for heads by all-to-all: cheapest, but at most as many ranks as there are heads.
-Beyond that, attention all-gathers keys and values, and the delta net passes its state on, over the remaining ranks.
+Ulysses (arXiv 2309.14509) swaps tokens for heads by all-to-all. It is the cheapest way, but takes at most as many ranks
+as there are heads. If cp is larger, it runs within groups of neighbouring ranks. Between the groups, attention
+all-gathers keys and values, and the delta net passes its state on.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from ..recipe import ContextParallel
 from .doors import ATTENTION, DELTA, HeadSplit, Swap, find_doors
 from .rules import ShardingSpec
 
-BEYOND = {ATTENTION: "gather", DELTA: "state"}  # what ranks do that do not swap: gather keys and values; pass a state
+BEYOND = {ATTENTION: "gather", DELTA: "state"}  # between groups: gather keys and values, or pass a state
 
 
 def requested_parts(context: ContextParallel, mixer: str) -> int | None:
-    """Return how many neighbours the user lets swap; None if he leaves it open."""
+    """Return how many neighbours the user asks to swap tokens for heads; None if the option is not set."""
     return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
 
 
 def num_swapping(context: ContextParallel, mixer: str, heads: int, cp: int) -> int:
-    """Return how many neighbours of a mixer swap, with `heads` heads on a tp rank.
+    """Return how many neighbours swap tokens for heads in a mixer that has `heads` heads on a tp rank.
 
-    Attention swaps as far as heads allow: swapped heads cost less than gathered keys and values. The delta net swaps
-    over all of cp or not at all.
+    Attention swaps between as many ranks as its heads allow, because that costs less than gathering keys and values.
+    The delta net swaps over all of cp or not at all.
     """
     common, requested = gcd(heads, cp), requested_parts(context, mixer)
     if requested is not None:
@@ -68,7 +69,7 @@ def check_context(spec: ShardingSpec, axes: Axes) -> None:
 def _check_mixer(mixer: str, requested: int, heads: Mapping[int, str], axes: Axes) -> None:
     """Refuse a number of neighbours that does not divide cp and the heads.
 
-    `heads`: the numbers of heads that mixers have on a tp rank, each with the first mixer that has it.
+    `heads` maps each number of heads that mixers have on a tp rank to the first mixer with that number.
     """
     if not heads:
         raise LayoutError(f"{mixer}={requested} of mw.ContextParallel: the model has no such mixer; leave it out")

@@ -1,7 +1,7 @@
-"""Diagnose a failed collective from the heartbeats of all ranks, read twice, some seconds apart.
+"""Diagnose a failed collective: compare two readings of every rank's heartbeat, taken some seconds apart.
 
-A timeout by itself only says that somebody did not come. Comparing two readings tells ranks that wait from those that
-are elsewhere, dead, stopped, or never joined.
+A timeout by itself says only that some rank did not arrive. The comparison shows which ranks wait in a collective, and
+which are elsewhere, dead, stopped, or never joined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 WAITS, WORKS, RAISED, LEFT = "waits", "works", "raised", "left"
-_MOST = 6  # groups of ranks that a message names: it must stay readable with thousands of ranks
+_MOST = 6  # a message names at most this many groups of ranks, so that it stays readable with thousands of ranks
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Heartbeat:
     """The report of a rank about itself, once a second."""
 
     state: str  # waits in a collective, works, raised an error, or left the run
-    at: str  # the door, phase or line; for an error its text
+    at: str  # the door (a named collective of the model), phase or line of code; after an error, its text
     task: str  # the step and micro-batch
     still_s: float  # seconds since any of these changed
     beat: float  # the time of writing, by the rank's own clock
-    home: str  # the process table that `pid` belongs to; empty if it cannot be known
+    home: str  # names the machine's PID namespace, in which `pid` is valid; empty if unknown
     pid: int
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Heartbeat:
         return f"{self.state} {'at ' if self.state == WAITS else ''}{self.at}{task}, for {self.still_s:.0f} s"
 
 
-# What may have happened to a rank, worst first: the first that applies is to blame. `_FIXES` says what a user can do.
+# The fates of a rank, worst first. A message blames the worst that any rank has. `_FIXES` tells the user what to do.
 NEVER = "never joined the run"
 GONE = "no sign of life: it died, or its machine or network is gone"
 DIED = "died, its process is gone"
@@ -45,15 +45,15 @@ WAITING = "waiting"
 _FIXES = {
     NEVER: "See its own output, and start all ranks again.",
     GONE: "See its own output and the log of its machine (out of memory?), and start all ranks again.",
-    DIED: "See its own output (gloo ends a process whose peer brings another size) and the log of its machine (out of "
-    "memory?), and start all ranks again.",
+    DIED: "See its own output (gloo aborts a process whose peer passes another size) and the log of its machine (out "
+    "of memory?), and start all ranks again.",
     STOPPED: "Do not stop it for longer than timeout_s, and start all ranks again.",
     HELD: "Something in it holds Python's GIL, or its machine is overloaded; fix that, and start all ranks again.",
-    ENDED: "Every rank must make as many calls as the others: as many steps, and export, stream or evaluate on all of "
-    "them, not under `if rank == 0`.",
+    ENDED: "Every rank must make the same calls: take as many steps, and export, stream or evaluate on all ranks, not "
+    "under `if rank == 0`.",
     FAILED: "See its own output.",
-    BUSY: "Make it shorter, do it on all ranks, or give the others more time with mw.Mesh(timeout_s=).",
-    WAITING: "Every rank must come to the same collectives in the same order: call the same methods of the engine, "
+    BUSY: "Shorten that work, do it on all ranks, or give the others more time with mw.Mesh(timeout_s=).",
+    WAITING: "Every rank must issue the same collectives in the same order: call the same methods of the engine, "
     "with the same model, on all of them.",
 }
 
@@ -63,7 +63,7 @@ Heartbeats = Mapping[int, Heartbeat | None]
 
 
 def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float) -> str:
-    """Return one sentence for all ranks of the same fate, the guilty ones first, then the fix."""
+    """Return the error message: one sentence for each group of ranks with the same fate, worst first, then the fix."""
     by_fate: dict[tuple[str, str], list[int]] = {}
     for rank, seen in after.items():
         fate = _fate_of(before[rank], seen, home)
@@ -81,12 +81,12 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
 
 
 def _fate_of(before: Heartbeat | None, after: Heartbeat | None, home: str) -> str:
-    """Return what happened to a rank: its state if the heartbeat moves, its process's state if it does not."""
+    """Return a rank's fate: from its reported state if the heartbeat moves, from its process if it does not."""
     if after is None:
         return NEVER
     if after.state in (LEFT, RAISED):
         return ENDED if after.state == LEFT else FAILED
-    # A heartbeat that did not move: on this machine /proc tells why, elsewhere it is just gone.
+    # The heartbeat did not move. On this machine /proc tells why; of a rank on another machine nothing more is known.
     if after == before:
         return _fate_of_silent(after) if home and after.home == home else GONE
     return WAITING if after.state == WAITS else BUSY
@@ -114,7 +114,10 @@ def _place(fate: str, seen: Heartbeat | None) -> str:
 
 
 def _since(fate: str, beats: list[Heartbeat], now: float) -> str:
-    """Describe for how long. `now` is the newest heartbeat: clocks of machines are assumed to be nearly equal."""
+    """Describe how long ranks have been there, or how long ago they were last seen.
+
+    `now` is the newest heartbeat of all ranks. Machines are assumed to have nearly equal clocks.
+    """
     if not beats:
         return ""
     if fate in (BUSY, WAITING):

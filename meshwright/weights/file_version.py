@@ -1,11 +1,11 @@
 """Notice when a model file changes between two reads: compare inode, size and modification time of the open descriptor.
 
-A model is read in several passes: headers, then rows, then carried tensors at export, maybe days later. A training job
-elsewhere may replace the files meanwhile, and a mixture of two versions loads without an error. The path says nothing
-of that; `fstat` of what is open does.
+A model is read in several passes: headers, then rows, then carried tensors at export, maybe days later. Another job may
+replace the files meanwhile, and a mixture of two versions loads without an error. The path stays the same, but `fstat`
+of the open descriptor shows the change.
 
-Limits: a writer who writes in place and restores size and mtime is not seen, nor are two writes within one tick of the
-file system's clock.
+Limits: a write in place that restores size and mtime goes unnoticed. So does the second of two writes within one tick
+of the file system's clock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Stamp:
     def change_to(self, now: Stamp) -> str:
         """Describe how another version differs from this one.
 
-        The hint with `touch -d` restores the modification time to the nanosecond, for the case that a tool touched
-        files without changing them.
+        A tool may have touched the file without changing its content. For that case the text gives the `touch -d`
+        command that restores the modification time to the nanosecond.
         """
         if now.inode != self.inode:
             return f"it is another file now (inode {now.inode}, it was {self.inode})"
@@ -54,10 +54,10 @@ class Opened:
     stamp: Stamp
 
     def refuse_other_than(self, expected: Stamp, fix: str) -> None:
-        """Raise LoadError if this is not the `expected` version. `fix` ends the error.
+        """Raise LoadError if this is not the `expected` version. The message ends with `fix`.
 
-        The message names what differs and how to undo it. A `cp -r` without `-p`, or a `touch`, changes the time alone,
-        and is refused too: proving that the content is equal would mean reading it all.
+        The message names what differs and how to undo it. A `cp -r` without `-p`, or a `touch`, changes only the time.
+        It is refused too, since only reading the whole file would prove that its content is equal.
         """
         if self.stamp != expected:
             raise LoadError(f"{self.path} has changed since it was first read: {expected.change_to(self.stamp)}; {fix}")
@@ -81,7 +81,7 @@ class Opened:
 def open_file(path: Path) -> Opened:
     """Open a regular file; the caller closes it. Raise BrokenFile for a directory, a pipe or a broken link.
 
-    The version is taken from the descriptor, not from the path, so file and version cannot be of two different files.
+    The version comes from the descriptor, not from the path. So it always belongs to the file that is open.
     """
     try:
         fd = os.open(
