@@ -68,7 +68,7 @@ class Normalised(mw.Optimizer):
                 continue
             whole = slices.matrices.gather(name, grad)
             norms = whole.square().sum((1, 2), keepdim=True).sqrt() + 1e-3
-            param.sub_(slices.matrices.feed(name, whole / norms), alpha=lr)
+            param.sub_(slices.matrices.own(name, whole / norms), alpha=lr)
 
     def plain_update(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
