@@ -29,11 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest, in that order. They start first: a long one that starts last leaves the other workers idle.
 LONGEST = (
-    "test_plan_search", "test_matrix", "test_verify", "test_checkpoint", "test_fp8_gathers", "test_fp8", "test_meshes",
-    "test_activations", "test_token_once", "test_savings", "test_vision_meshes", "test_vision_planted", "test_hosts",
-    "test_state_in_8_bits", "test_fp8_files", "test_pipeline", "test_killed", "test_frozen_fp8", "test_plan",
-    "test_renamed", "test_4_bit_files", "test_plants", "test_engine", "test_frozen", "test_state_dict", "test_weights",
-    "test_value_heads", "test_long_contexts", "test_causes", "test_train",
+    "test_fp8", "test_savings", "test_meshes", "test_vision_meshes", "test_verify", "test_plan_search", "test_train",
+    "test_checkpoint", "test_token_once", "test_fp8_gathers", "test_matrix", "test_activations", "test_causes",
+    "test_state_in_8_bits", "test_vision_planted", "test_pipeline", "test_renamed", "test_lora", "test_lora_train",
+    "test_frozen_fp8", "test_fp8_files", "test_plan", "test_plants", "test_docs", "test_demo", "test_engine",
+    "test_weights", "test_state_dict", "test_frozen", "test_4_bit_files", "test_long_contexts", "test_state",
+    "test_context", "test_killed",
 )  # fmt: skip
 
 

@@ -237,7 +237,8 @@ def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         about=SAMPLE_ABOUT, examples=SAMPLE_EXAMPLES,
     )  # fmt: skip
     sample.add_argument(
-        "model", help="a run, a checkpoint, a folder of checkpoints, a Hugging Face directory or a hub id"
+        "model",
+        help="a run, a checkpoint, a folder of checkpoints, a Hugging Face directory, a hub id or a PEFT adapter",
     )
     sample.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="a message of the user; may be repeated"

@@ -15,10 +15,11 @@ import torch
 
 from ..checkpoint import RUN, is_checkpoint, newest_of, run_of
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
-from ..engine import Engine, Model, check_no_placeholders, check_prompts, load, sample
+from ..engine import Engine, Model, check_no_placeholders, check_prompts, load, resume, sample
 from ..errors import DataError
 from ..models import placeholders_in, take, text_config
-from ..weights import path_of, read_config
+from ..recipe import Lora
+from ..weights import path_of, peft_files, read_config
 from .config import Config, SampleSection, SourceSection
 from .config_file import read
 from .data_sources import model_directory, prompter, vocab_size_of
@@ -83,19 +84,25 @@ class Samples:
 def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> list[tuple[str, str]]:
     """Load a model on one process and sample from it.
 
-    `where`: a model directory, a hub id, a checkpoint, or a run or folder of checkpoints, whose newest is taken. The
-    prompts of a checkpoint are formatted like the first source of its run, those of any other model as chats; with
-    `text` they are beginnings of texts.
+    `where`: a model directory, a hub id, a PEFT adapter, a checkpoint, or a run or folder of checkpoints, whose newest
+    is taken. Adapters are put beside the base that their config or their run names. The prompts of a checkpoint are
+    formatted like the first source of its run, those of any other model as chats; with `text` they are beginnings of
+    texts.
     """
-    checkpoint, source, dtype = newest_of(path_of(where)), SourceSection(path=[]), "bfloat16"
+    checkpoint, source, dtype, lora = newest_of(path_of(where)), SourceSection(path=[]), "bfloat16", None
     where = where if checkpoint == path_of(where) else str(checkpoint)
     run = run_of(checkpoint) if is_checkpoint(checkpoint) else None
     if run is not None:
         config = read(run / RUN)
-        source, dtype = config.data[0], config.train.dtype
+        source, dtype, lora = config.data[0], config.train.dtype, config.recipe.lora
+    base = config.model if run is not None and lora is not None else where
+    if run is None and (path_of(where) / peft_files.CONFIG_FILE).is_file():
+        base, lora = peft_files.base_of(where), Lora(path=str(path_of(where)))
     if text:
         source = SourceSection(path=[], kind="text")
-    prompts = prompts_of(section, source, model_directory(where))
+    prompts = prompts_of(section, source, model_directory(base))
     assert prompts is not None, "the command line asks for one"
-    model = load(where, dtype=getattr(torch, dtype), train=[])  # frozen: no float32 masters
+    model = load(base, dtype=getattr(torch, dtype), train=[], lora=lora)  # frozen: no float32 masters
+    if run is not None and lora is not None:  # a checkpoint of adapters, which only an engine restores
+        resume(Engine(model, lr=0.0), where)
     return generated(model, prompts, section, seed)

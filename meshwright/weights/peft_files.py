@@ -91,6 +91,14 @@ def open_adapter(directory: str | Path) -> AdapterFiles:
     return AdapterFiles(path.resolve(), config, {key.removeprefix(PREFIX): shape for key, shape in shapes.items()})
 
 
+def base_of(directory: str | Path) -> str:
+    """Return the base that an adapter names. Refuse an adapter that names none."""
+    base = open_adapter(directory).config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise LoadError(f"{Path(directory) / CONFIG_FILE} names no base_model_name_or_path; add the base's directory")
+    return base
+
+
 def recipe_of(lora: Lora) -> Lora:
     """Return the options of the adapter in `lora.path`. Refuse those that the caller gave and the files contradict."""
     if lora.path is None:

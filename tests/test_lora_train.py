@@ -1,0 +1,56 @@
+"""A run with adapters: resumed on another mesh, exported, sampled from. A run on one process is the reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from tests import worlds
+from tests.runs import chats, file_of, losses, on_mesh, source
+
+LORA = {"rank": 3, "alpha": 6.0}
+
+
+def sampled(arguments: list[str]) -> int:
+    return main(arguments)
+
+
+def test_a_run_with_adapters_resumes_on_another_mesh(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, results = source(tmp_path / "m", "qwen3_moe"), {}
+    for name, starts in {"whole": [({}, 2), ({}, 4)], "resumed": [(dict(fsdp=2), 2), (dict(tp=2, ep=2), 4)]}.items():
+        at = tmp_path / name
+        at.mkdir()
+        chats(at / "chats.jsonl")
+        save = {"every": 2, "merged": True}
+        path = file_of(at, model, save=save, lora=LORA, train={"steps": 4})
+        for mesh, steps in starts:
+            on_mesh(path, mesh, f"train.steps={steps}")
+        results[name] = losses(at)
+    assert results["resumed"] == pytest.approx(results["whole"], rel=1e-9)
+    assert results["whole"][-1] < results["whole"][0]
+    out = tmp_path / "resumed" / "out"
+    assert {path.name for path in (out / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (out / "export" / "model.safetensors").is_file()
+    step = out / "checkpoints" / "step-000004"
+    assert (step / "adapters.safetensors").is_file()
+    assert not (step / "model.safetensors").exists()
+    texts = []
+    capfd.readouterr()
+    for where in (out / "adapter", out / "export", out):
+        worlds.run(1, sampled, ["sample", str(where), "--prompt", "3?", "--tokens", "5", "--json"])
+        texts.append(json.loads(capfd.readouterr().out)[0]["text"])
+    assert texts[0] == texts[1], "the adapter beside its base is the merged model"
+
+
+def test_other_adapters_are_refused_on_resume(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, save={"export": False, "every": 1}, lora=LORA, train={"steps": 1})
+    on_mesh(path, {})
+    with pytest.raises(
+        worlds.RankError, match=r"have rank=3, the engine's model has 5; load the model with lora\.rank=3"
+    ):
+        on_mesh(path, {}, "lora.rank=5", "train.steps=2")
