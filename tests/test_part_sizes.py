@@ -71,7 +71,8 @@ OTHERS = {
         "verify.weight_checks._LOOKED_AT", "verify.session._TINY",
     },
     "how much a program of a Triton kernel takes; tests/test_kernels_* cut across it": {
-        "ops.kernels.delta_rule.BLOCK", "ops.kernels.delta_rule.CHUNK", "ops.kernels.logits._BLOCK", "ops.kernels.logits._NUM_WARPS", "ops.kernels.fp8_blocks._SIDE",
+        "ops.kernels.delta_rule.BLOCK", "ops.kernels.delta_rule.CHUNK",
+        "ops.kernels.logits._BLOCK", "ops.kernels.logits._NUM_WARPS", "ops.kernels.fp8_blocks._SIDE",
         "ops.kernels.fp8_blocks._ROWS", "ops.kernels.fp8_blocks._MATRIX_WARPS",
         "ops.kernels.unused_experts._BLOCK", "ops.kernels.row_sums._BLOCK", "ops.kernels.adamw._BLOCK",
     },
