@@ -244,6 +244,18 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path], lora: dict[str, Any
     worlds.run(1, load)
 
 
+def test_an_adapter_without_the_head_that_was_trained_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    def export() -> None:
+        model = mw.load(sources["qwen3"], mw.Mesh(), lora=Lora(rank=2), head="value")
+        assert "head.weight" in model.trained
+        with pytest.raises(mw.ConfigError, match=r"leave out head\.weight.*merge=True"):
+            mw.export_adapter(model, tmp_path / "adapter")
+        mw.export(model, tmp_path / "merged", merge=True)
+
+    worlds.run(1, export)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
 def test_verify_refuses_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "tiny-qwen3", "--mesh", "fsdp=2", "--lora"]) == 2
     assert "verify does not train adapters" in capsys.readouterr().err

@@ -83,6 +83,12 @@ def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: 
     """Return the path and the layout to write, after all ranks have agreed on them."""
     check_is_model(model)
     check_has_adapters(model, call)
+    others = [name for name in model.trained if not model.table[name].adapter]
+    if others:
+        raise ConfigError(
+            f"{call} would leave out {others[0]} ({len(others)} trained parameters that are no adapters); export them "
+            "with the adapters merged: mw.export(model, directory, merge=True)"
+        )
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is not a path; give the directory to write")
     chosen = layout or ("per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused")

@@ -125,16 +125,22 @@ class Trainer:
             self._export()
         return "" if self.why == EARLY else self.why
 
+    @property
+    def _writes_adapter(self) -> bool:
+        """Whether OUT/adapter is written: for adapters alone. Other trained weights fit into a merged export only."""
+        alone = all(self.model.table[name].adapter for name in self.model.trained)
+        return self.config.lora is not None and (alone or not self.config.save.merged)
+
     def _check_export(self) -> None:
         """Refuse now what the export at the end would refuse."""
-        if self.config.lora is not None:
+        if self._writes_adapter:
             check_export_adapter(self.model, self.out / ADAPTER, overwrite=True)
         if self.config.lora is None or self.config.save.merged:
             check_export(self.model, self.out / EXPORT, overwrite=True, merge=self.config.save.merged)
 
     def _export(self) -> None:
         """Write OUT/export; with adapters OUT/adapter, and OUT/export if it is to be merged."""
-        if self.config.lora is not None:
+        if self._writes_adapter:
             export_adapter(self.model, self.out / ADAPTER, overwrite=True)
         if self.config.lora is None or self.config.save.merged:
             export(self.model, self.out / EXPORT, overwrite=True, merge=self.config.save.merged)
