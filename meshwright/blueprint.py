@@ -96,7 +96,8 @@ class Blueprint:
         if self.recipe.lora is None:
             return matching(patterns, self.table.params, "train")
         more = [] if patterns == ["**"] else matching(patterns, self.table.params, "train")
-        return [p.name for p in self.table if p.adapter or p.name in self.keymap.fresh or p.name in more]
+        new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
+        return [p.name for p in self.table if p.adapter or p.name in new or p.name in more]
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is stored (mixed precision).

@@ -145,9 +145,13 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     assert "adapters.safetensors" in names
     assert "model.safetensors" not in names
     assert worlds.run(1, run, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
-    for loss_from_files, merged in (worlds.run(2, run, dict(tp=2), "path")[0], worlds.run(1, run, {}, "path")[0]):
-        assert loss_from_files == pytest.approx(loss, abs=1e-6)
-        assert merged.keys()
+    alone = worlds.run(1, run, {}, "path")[0]
+    for mesh in (dict(tp=4), dict(pp=2), dict(fsdp=3)):  # tp=4 is more than the kv heads, fsdp=3 leaves uneven pieces
+        loss_from_files, merged = worlds.run(next(iter(mesh.values())), run, mesh, "path")[0]
+        assert loss_from_files == pytest.approx(alone[0], abs=1e-6)
+        assert merged.keys() == alone[1].keys()
+        assert all(torch.allclose(merged[key], tensor, rtol=0, atol=1e-6) for key, tensor in alone[1].items()), mesh
+    assert alone[0] == pytest.approx(loss, abs=1e-6)
     assert worlds.run(2, run, dict(tp=2), "resume")[0] == pytest.approx(next_loss, abs=1e-6)
 
 
@@ -285,6 +289,7 @@ def test_a_plan_counts_the_base_as_narrow_as_its_files(
     ("field", "value", "message"),
     [
         ("use_dora", True, "use_dora=True is not supported"),
+        ("init_lora_weights", "pissa", "init_lora_weights='pissa' is not supported"),
         ("modules_to_save", ["lm_head"], "modules_to_save"),
         ("rank_pattern", {"q_proj": 7}, "rank_pattern"),
         ("r", 5, r"rank and\s+targets must be those"),

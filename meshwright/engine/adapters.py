@@ -23,6 +23,7 @@ from .agreement import Proposal, agree, check_is_model
 from .model import Model
 
 LAYOUTS = ("fused", "per-expert")
+FLOAT = torch.float32  # of factors in files and merges
 
 
 def check_has_adapters(model: Model, call: str) -> None:
@@ -45,11 +46,13 @@ def merged_values(model: Model) -> weights.MergedValues:
     on_rank_0, keymap = factors_on_rank_0(model), model.keymap.of_adapters()
     whole: dict[str, Tensor] = {}
     for name, key in keymap.keys.items():
-        tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else torch.empty(key.shape)
+        # The default dtype and device are the user's.
+        tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else torch.empty(key.shape, dtype=FLOAT, device="cpu")
         whole[name] = model.mesh.broadcast_on_hosts_(tensor, "the sending of adapters to all ranks")
     lora, deltas = model.recipe.lora, dict[str, weights.Delta]()
     assert lora is not None
-    for base, pair in _pairs_by_base(model).items():
+    local = {base: pair for base, pair in _pairs_by_base(model).items() if base in model.pieces}
+    for base, pair in local.items():
         a, b = (_assembled(param, whole) for param in (pair.a, pair.b))
         groups = max(pair.a.matrix[0] // pair.a.dims["rank"], 1)  # halves of gate and up, or experts
         deltas[base] = weights.Delta(a.view(groups, pair.a.dims["rank"], -1), b, lora.scale)
@@ -73,7 +76,7 @@ def base_of(factor: str) -> str:
 
 def _assembled(param: Param, whole: Mapping[str, Tensor]) -> Tensor:
     """Return a factor as the matrix of its parameter, from the tensors of its keys."""
-    out = torch.empty(param.shape)
+    out = torch.empty(param.shape, dtype=FLOAT, device="cpu")
     for block in param.layouts[0].blocks:
         out[block.ours.slices] = block.view(whole[block.key])
     return out.view(param.matrix)

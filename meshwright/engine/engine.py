@@ -44,7 +44,15 @@ from .agreement import (
 from .loss_terms import Terms
 from .losses import Loss, cross_entropy
 from .model import Model
-from .optimizer_state import COUNTERS, StateDict, check_same_keys, planes_in_memory, state_layout, take_planes
+from .optimizer_state import (
+    COUNTERS,
+    StateDict,
+    check_same_keys,
+    check_same_scale,
+    planes_in_memory,
+    state_layout,
+    take_planes,
+)
 from .router import Router, refuse_pooled
 from .validation import (
     check_complete,
@@ -243,6 +251,8 @@ class Engine:
         check_ready(self.model, self.trained)
         counters = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
         counters |= {"router_load": self.router.trained_load.clone()}
+        if (lora := self.model.recipe.lora) is not None:
+            counters["adapter_scale"] = torch.tensor(lora.scale, dtype=torch.float64)
         return {**planes_in_memory(self.model, self.optimizer, self.state_layout), COUNTERS: counters}
 
     @names_lost_ranks()
@@ -256,6 +266,7 @@ class Engine:
             own = self.state_dict()
             check_same_keys(own, state)
             counters = state[COUNTERS]
+            check_same_scale(self.model.recipe.lora, counters)
             take_planes({name: own[name] for name in own if name != COUNTERS}, state)
             self.steps = self.optimizer.steps = int(counters["step"])
             self.tokens = int(counters["tokens"])

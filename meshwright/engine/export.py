@@ -85,6 +85,9 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
 
     agree(model, f"stream(which={which!r})", propose)
     stored = merged_values(model) if which == "merged" else _stored_tensors(model, which)
+    if isinstance(stored, weights.MergedValues):
+        check = functools.partial(_refuse_overflow, stored, model, keymap)
+        model.mesh.together(check, "the merging of adapters", ExportError, "nothing was streamed")
     stored_model, dtypes = model.stored_model(stored), None
     keys = [k for k in keymap.keys.values() if k.name not in keymap.carried]
     # A file tensor has a gradient if all parameters in it are trained, on any rank. Gradients keep their own dtype.
@@ -203,6 +206,13 @@ def _check_merge(model: Model, choices: ExportOptions) -> None:
         )
     if choices.merge:
         check_has_adapters(model, "export(merge=True)")
+        read_only = [found for param in model.table if (found := model.keymap.only_read(param)) is not None]
+        if read_only and choices.form == "source":
+            key, form = read_only[0]
+            raise ConfigError(
+                f"{key} is {form}, a format that is only read, so merged weights cannot be written as the source has "
+                'them; give format="values", or dtype='
+            )
 
 
 def export_plan(model: Model, at: Path, choices: ExportOptions) -> weights.Export:
@@ -286,7 +296,9 @@ def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMa
     for key in keymap.keys.values():
         for part, _ in [] if key.name in keymap.scales else made_of.get(key.name, []):
             dtype = weights.DTYPES[key.dtype]
-            if torch.finfo(dtype).max > torch.finfo(model.kept[part.name]).max / 2:
+            merged = isinstance(stored, weights.MergedValues) and part.name in stored.deltas
+            held = torch.float32 if merged else model.kept[part.name]
+            if torch.finfo(dtype).max > torch.finfo(held).max / 2:
                 continue
             if part.name not in stored or not stored.stored[part.name].numel():
                 continue

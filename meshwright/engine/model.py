@@ -255,8 +255,15 @@ class Model:
     def base(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without adapters: `with model.base(): mw.logprobs(model, batch)` is the reference policy.
 
-        It takes no memory, since the base's weights are the model's own. Not for steps.
+        It takes no memory, since the base's weights are the model's own. Not for steps. Refused if `train` names
+        weights of the base: without adapters the model would still not be its base.
         """
+        changed = [name for name in self.trained if not self.table[name].adapter and name not in self.keymap.fresh]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]} is trained beside the adapters ({len(changed)} such parameters), so model.base() would "
+                "not be the base; load the base as a second model, or train adapters alone"
+            )
         return without_adapters(self.parts)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -353,6 +360,8 @@ def init(
     """Build a model from `config.json` alone, with random weights that do not depend on the mesh."""
     check_loading(mesh, fields.get("dtype"))
     recipe, directory = Recipe(**fields), local_directory(source, mesh, weights=False)
+    if recipe.lora is not None and recipe.lora.path:
+        raise ConfigError(f"lora.path={recipe.lora.path!r} goes on from trained adapters, and mw.init draws a new base")
     extents_of_model(directory)  # refuses a damaged config or tokenizer of a checkpoint
     config = read_config(directory)
     check_unquantised(config)

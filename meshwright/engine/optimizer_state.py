@@ -29,6 +29,7 @@ from ..optim import (
     zero_codes,
 )
 from ..optim.int8_state import decode
+from ..recipe import Lora
 from ..sharding import Piece, ShardingSpec, pieces
 from ..weights import Values
 from .model import Model
@@ -189,6 +190,15 @@ def check_same_keys(own: Mapping[str, Mapping[str, object]], state: object) -> N
                 f"{plane}/{odd[0]} is in {only_in} alone ({len(odd)} such keys); give the engine.state_dict() of an "
                 "engine with the same model and the same train="
             )
+
+
+def check_same_scale(lora: Lora | None, counters: Mapping[str, Tensor]) -> None:
+    """Refuse adapters of another scale: their keys and shapes agree, and the model would compute something else."""
+    if lora is not None and float(counters["adapter_scale"]) != lora.scale:
+        raise CheckpointError(
+            f"the state dict has adapters of scale {float(counters['adapter_scale']):.6g}, this engine's have "
+            f"{lora.scale:.6g} (lora.alpha, lora.rank, lora.rslora); load the model with the lora= that was saved"
+        )
 
 
 def take_planes(own: Mapping[str, Mapping[str, Sharded]], state: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..weights import (
     open_index,
     open_source,
     path_of,
+    peft_files,
     read_config,
     read_stamped_json,
 )
@@ -67,6 +69,8 @@ def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
 
     Without `weights`, only the small files of a hub model are downloaded: its config and its index.
     """
+    if recipe.lora is not None:
+        recipe = replace(recipe, lora=peft_files.recipe_of(recipe.lora))  # of the files that it names, if any
     if model in TINY:
         if weights:
             raise ConfigError(f"{model} has no trained weights; name a directory or a hub id")

@@ -102,7 +102,9 @@ def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> l
         source = SourceSection(path=[], kind="text")
     prompts = prompts_of(section, source, model_directory(base))
     assert prompts is not None, "the command line asks for one"
-    model = load(base, dtype=getattr(torch, dtype), train=[], lora=lora)  # frozen: no float32 masters
     if run is not None and lora is not None:  # a checkpoint of adapters, which only an engine restores
+        model = load(base, **vars(config.recipe))
         resume(Engine(model, lr=0.0), where)
+    else:
+        model = load(base, dtype=getattr(torch, dtype), train=[], lora=lora)  # frozen: no float32 masters
     return generated(model, prompts, section, seed)

@@ -158,7 +158,7 @@ class KeyMap:
         key_names -= {key for key, scale in scales.items() if scale.packed}
         keys = {name: key for name, key in keys_of(self.source).items() if name in key_names}
         keys |= {name: self.keys[name] for name in self.keys if name in key_names and name not in keys}
-        file_order = {file: number for number, file in enumerate(self.source.files)}
+        file_order = {file: number for number, file in enumerate([*self.source.files, ADAPTERS])}
         ordered = sorted(keys.values(), key=lambda key: file_order[key.file])
         # Read-only formats and untrained matrices are copied with everything that belongs to them.
         copied = [key for key, scale in scales.items() if scale.form or key in self.carried]

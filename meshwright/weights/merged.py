@@ -41,14 +41,22 @@ class MergedValues(Values):
 
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     pieces: Mapping[str, Piece] = field(default_factory=dict)
+    _last: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # experts have hundreds of keys, which ask one after the other
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._last:
+            return self._last[name]
         value = super().__getitem__(name)
         if name not in self.deltas or not value.numel():
             return value
         # Added in at least float32 and never rounded in memory: the writer rounds once, to the dtype of the file.
         delta = self.deltas[name].of(self.pieces[name])
-        return value.to(torch.promote_types(value.dtype, delta.dtype)) + delta.to(value.device)
+        merged = value.to(torch.promote_types(value.dtype, delta.dtype)) + delta.to(value.device)
+        self._last.clear()
+        self._last[name] = merged
+        return merged
 
     def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
         """Yield the boxes of a piece with their merged values."""

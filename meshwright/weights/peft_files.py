@@ -43,6 +43,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,), "use_bdlora": (None, False), "arrow_config": (None,),
     "ensure_weight_tying": (False, None),
+    # PiSSA, OLoRA, CorDA and LoftQ change the base when the adapter is made; beside the plain base B A means nothing.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }  # fmt: skip
 
 
@@ -228,7 +230,7 @@ def _read_linear(pair: Pair, take: Take) -> tuple[Tensor, Tensor]:
     """Read the factors of a linear layer: the blocks of their layouts."""
     wholes = []
     for param in (pair.a, pair.b):
-        blocks, whole = param.layouts[0].blocks, torch.empty(param.shape)
+        blocks, whole = param.layouts[0].blocks, torch.empty(param.shape, dtype=torch.float32, device="cpu")
         tensors = {block.key: take(block.key.removeprefix(PREFIX), block.shape).contiguous() for block in blocks}
         for block in blocks:
             whole[block.ours.slices] = block.view(tensors[block.key])
