@@ -53,7 +53,10 @@ def attention(
         )
         return op(q_THK, k_TGK, v_TGK, docs)
     if num_queries == num_tokens and _prefers_one_call_each(q_THK, docs):
-        are_equal = len(docs.lengths) > 1 and len({*docs.lengths}) == 1
+        # torch's fused kernels take heads of at most 256 in steps of 8. Otherwise its formula would hold the scores of
+        # all documents at once.
+        is_fused = q_THK.shape[-1] <= 256 and q_THK.shape[-1] % 8 == 0
+        are_equal = is_fused and len(docs.lengths) > 1 and len({*docs.lengths}) == 1
         by_torch = _equal_documents if are_equal else _by_document
         return by_torch(q_THK, k_TGK, v_TGK, docs)
     if num_queries == num_tokens:

@@ -230,6 +230,8 @@ def _compare_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     transposed = weight.mT.contiguous().mT  # the strides that a weight has in backward
     try:
         outputs = torch.cat([_by_kernel(x, weight), _by_kernel(x.mT.contiguous().mT, transposed)])
+    except torch.OutOfMemoryError:  # says nothing of the kernel, and the answer would be kept for good
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, ours works
         logger.warning("no FP8 matmul kernel on %s (%s); FP8 is emulated, which is slow", device, error)
         return False

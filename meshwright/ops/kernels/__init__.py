@@ -96,6 +96,8 @@ def agrees(
     except ImportError as error:
         logger.warning("kernel %s is not installed (%s); what runs instead is slower. %s", name, error, _INSTALL_HINT)
         return False
+    except torch.OutOfMemoryError:  # says nothing of the kernel, and the answer would be kept for good
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the formula works
         logger.warning("kernel %s refuses %s (%s); what runs instead is slower", name, inputs[0].dtype, error)
         return False
