@@ -79,7 +79,7 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
     replaceable = {*target.names, *((INDEX, *written) if written else (_ONE_FILE,))}
     if not (path / target.config).is_file() or not any(path.glob("*.safetensors")):
         raise FileExistsError(
-            f"{path} is not such a directory ({target.config} and safetensors files), so overwrite=True does not "
+            f"{path} is not a model directory ({target.config} and safetensors files), so overwrite=True does not "
             "replace it; choose another directory, or remove it"
         )
     folders = {str(folder) for name in replaceable for folder in Path(name).parents}
