@@ -141,9 +141,17 @@ def test_documents_of_one_length_in_slices_of_one_matmul():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "calls"), [((512, 512), 1), ((512, 256), 2), ((512,), 1), ((256,) * 3, 1), ((500, 500), 2)]
+    ("lengths", "calls", "dim"),
+    [
+        ((512, 512), 1, 8),
+        ((512, 256), 2, 8),
+        ((512,), 1, 8),
+        ((256,) * 3, 1, 8),
+        ((500, 500), 2, 8),
+        ((512, 512), 2, 4),
+    ],
 )
-def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, lengths, calls):
+def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, lengths, calls, dim):
     called, docs = [], documents(lengths, "cpu")
     real = torch.nn.functional.scaled_dot_product_attention
 
@@ -153,7 +161,7 @@ def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, l
 
     monkeypatch.setattr(module.F, "scaled_dot_product_attention", counted)
     monkeypatch.setattr(module, "_LONG_MACS", 1)
-    streams = [x.detach() for x in inputs(sum(lengths))]
+    streams = [x.detach() for x in inputs(sum(lengths), dim=dim)]
     eager = attention(*streams, docs)
     assert len(called) == len(lengths), "a CPU takes one document after the other"
     called.clear()
