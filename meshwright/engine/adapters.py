@@ -47,7 +47,8 @@ def merged_values(model: Model) -> weights.MergedValues:
     whole: dict[str, Tensor] = {}
     for name, key in keymap.keys.items():
         # The default dtype and device are the user's.
-        tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else torch.empty(key.shape, dtype=FLOAT, device="cpu")
+        empty = torch.empty(key.shape, dtype=FLOAT, device=model.mesh.host)
+        tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else empty
         whole[name] = model.mesh.broadcast_on_hosts_(tensor, "the sending of adapters to all ranks")
     lora, deltas = model.recipe.lora, dict[str, weights.Delta]()
     assert lora is not None
@@ -76,8 +77,9 @@ def base_of(factor: str) -> str:
 
 def _assembled(param: Param, whole: Mapping[str, Tensor]) -> Tensor:
     """Return a factor as the matrix of its parameter, from the tensors of its keys."""
-    out = torch.empty(param.shape, dtype=FLOAT, device="cpu")
-    for block in param.layouts[0].blocks:
+    blocks = param.layouts[0].blocks
+    out = whole[blocks[0].key].new_empty(param.shape)
+    for block in blocks:
         out[block.ours.slices] = block.view(whole[block.key])
     return out.view(param.matrix)
 
