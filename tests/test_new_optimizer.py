@@ -29,7 +29,7 @@ from meshwright.plan.terminal import plan_json
 from meshwright.plan.wording import kind
 from tests import tiny, trials, worlds
 from tests.test_checkpoint_broken import error_of
-from tests.trials import build, local
+from tests.trials import build, feed
 from tests.words import words
 
 
@@ -85,10 +85,10 @@ def trained(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Te
     """Three steps, saved after the second: weights at the end, bytes of state, and those that were billed."""
     engine = build(source, mesh, optimizer=SGD())
     for _ in range(2):
-        engine.step(local(engine))
+        engine.step(feed(engine))
     mw.save(engine, out / "runs")
     dcp.save(engine.state_dict(), checkpoint_id=out / "dcp")
-    engine.step(local(engine))
+    engine.step(feed(engine))
     stored = engine.model.need(SGD()).stored(engine.model.mesh.rank)
     [billed] = [each.num_bytes for each in stored if each.what == "moments"]
     return mw.gather(engine.model), engine.optimizer.num_bytes, billed
@@ -100,7 +100,7 @@ def by_torch(source: Path) -> dict[str, Tensor]:
     plain = {name: torch.nn.Parameter(whole.double()) for name, whole in mw.gather(engine.model).items()}
     sgd = torch.optim.SGD(plain.values(), lr=1e-2, momentum=0.9)
     for _ in range(3):
-        engine.backward(local(engine))
+        engine.backward(feed(engine))
         for name, grad in mw.gather(engine.model, "grad").items():
             plain[name].grad = grad
         engine.update()
@@ -118,7 +118,7 @@ def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Te
     dcp.load(state, checkpoint_id=out / "dcp")
     by_dcp.load_state_dict(state)
     for each in (engine, by_dcp):
-        each.step(local(each))
+        each.step(feed(each))
     adamw = build(source, mesh)
     errors = [error_of(lambda: mw.resume(adamw, out / "runs")), error_of(lambda: adamw.load_state_dict(state))]
     return mw.gather(engine.model), mw.gather(by_dcp.model), *errors
