@@ -36,7 +36,7 @@ def planted(name, old, new, folder):
 
 
 def assert_close(got, want, tolerance=1e-5):
-    """The same shapes, the same values that are not finite, and an error of at most `tolerance` of the largest."""
+    """Compare shapes, values that are not finite, and errors with `tolerance` of the largest value."""
     assert got.shape == want.shape
     a, b = got.double(), want.double()
     finite = b.isfinite()

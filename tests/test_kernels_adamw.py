@@ -75,7 +75,7 @@ def test_a_copy_for_matmuls_and_narrow_state():
 
 
 def test_many_steps_beside_the_kernel_of_torch():
-    """What optim/adamw.py calls today, with gradients that were clipped before."""
+    """Run the calls of optim/adamw.py, with gradients that were clipped before."""
     kernels = kernels_of("adamw")
     ours, peer = slice_of(kernels, 100), slice_of(kernels, 100)
     for step in range(1, 30):

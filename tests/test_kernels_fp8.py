@@ -151,7 +151,7 @@ def test_no_kernel_on_a_cpu():
 
 
 def test_operands_by_the_formula_are_the_blocks_of_the_product():
-    """What `scaled_mm` gets is what `emulated` multiplies, dequantised."""
+    """Dequantised, the operands of `scaled_mm` are those that `emulated` multiplies."""
     x, weight = rand(7, 256, dtype=torch.float32, grad=False), rand(384, 256, seed=1, dtype=torch.float32, grad=False)
     codes, scales = fp8_matmul._rows_operand(x, 1, one_kernel=False)
     assert torch.equal(codes[:7].float() * scales[:7].repeat_interleave(128, 1), fp8_matmul.rounded_rows(x))

@@ -126,7 +126,7 @@ def part_of_one(source: Path) -> list[str]:
 
 
 def test_documents_that_one_data_rank_alone_would_get(source: Path) -> None:
-    """That rank alone once refused them, and the others waited for it in the step."""
+    """The rank once refused them alone, and the others waited for it in the step."""
     for message in worlds.run(2, part_of_one, source):
         assert message == ["DataError: trained: document 2 differs in length: 2 values for 3 tokens", "nothing"]
 

@@ -206,7 +206,7 @@ def _check_merge(model: Model, choices: ExportOptions) -> None:
         )
     if choices.merge:
         check_has_adapters(model, "export(merge=True)")
-        read_only = [found for param in model.table if (found := model.keymap.only_read(param)) is not None]
+        read_only = [each for param in model.table if (each := model.keymap.only_read(param)) is not None]
         if read_only and choices.form == "source":
             key, form = read_only[0]
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): low-rank adapters beside the matrices of linear layers and experts, `W + scale * B @ A`.
+"""LoRA (arXiv 2106.09685): low-rank adapters of the matrices of linear layers and experts, `W + scale * B @ A`.
 
 An adapter is two more declared parameters next to its base. B has the rows of the base and A its columns, by the same
 named dims, so the sharding rules cut them as they cut the base: B with its rows (column parallel), A with its columns

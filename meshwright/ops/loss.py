@@ -219,7 +219,7 @@ def _has_kernel(x_TD: Tensor, num_words: int) -> bool:
 
 
 def _compare_kernel(x_TD: Tensor, num_words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return stats and gradients of a few rows of so many words by the kernel, and by the formula."""
+    """Return stats and gradients of a few rows of `num_words` logits, by the kernel and by the formula."""
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     slope_T1 = torch.tensor([[9.0], [-9.0], [0.0], [1.0]], device=x_TD.device)  # the largest logit comes late, or early
     slope_TV = slope_T1 * torch.linspace(-1, 1, num_words, device=x_TD.device)

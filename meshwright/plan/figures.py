@@ -113,7 +113,7 @@ class Figures:
         object.__setattr__(self, "blueprint", blueprint)
         work = replace(self.work, numbers=self.gathered_in_fp8)
         if blueprint.recipe.lora is not None:
-            # Gradients begin beside the first adapter, in the middle of a layer, and on one rank of the pipeline only.
+            # Gradients begin at the first adapter, in the middle of a layer, and on one rank of the pipeline only.
             frozen = frozenset(blueprint.table.params) - self.trained
             begins = begun_backward(blueprint.spec, self.axes, 0, COMPUTE, self.trained)
             work = replace(work, frozen=frozen, begins=begins)

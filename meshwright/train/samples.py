@@ -85,7 +85,7 @@ def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> l
     """Load a model on one process and sample from it.
 
     `where`: a model directory, a hub id, a PEFT adapter, a checkpoint, or a run or folder of checkpoints, whose newest
-    is taken. Adapters are put beside the base that their config or their run names. The prompts of a checkpoint are
+    is taken. Adapters are added to the base that their config or their run names. The prompts of a checkpoint are
     formatted like the first source of its run, those of any other model as chats; with `text` they are beginnings of
     texts.
     """

@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Margin:
-    """How close a comparison came to its bound: the largest error of `count` values, the bound, and where it is.
+    """A margin, from a comparison to its bound: the largest error of `count` values, the bound, and where it is.
 
     A check that passes reports one too, so that "pass" never means "compared nothing".
 

@@ -65,7 +65,7 @@ FP8 = "fp8"  # the run that measures what FP8 matmuls cost
 
 @dataclass(frozen=True)
 class Options:
-    """What to try of a model, and how: the options of `meshwright verify`.
+    """The options of `meshwright verify`: which runs to try, and how.
 
     `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
     `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to

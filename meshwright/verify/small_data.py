@@ -32,7 +32,7 @@ Pictures = list[Picture]  # of a document
 
 @dataclass(frozen=True)
 class Vision:
-    """What data must know of a vision tower: the placeholder tokens, and how many values a patch has."""
+    """The facts about a vision tower that data needs: the placeholder tokens, and how many values a patch has."""
 
     picture: int
     video: int

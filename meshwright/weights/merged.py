@@ -14,7 +14,7 @@ from .frozen_scales import QuantisedView, Values
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to a parameter: `scale * B_g @ A_g` for each group of rows (a half of gate and up, or an
+    """The addition of an adapter to a parameter: `scale * B_g @ A_g` per group of rows (a half of gate and up, or an
     expert). Both factors are whole: `a` is `[groups, rank, columns]`, `b` `[rows, rank]`.
     """
 

@@ -43,7 +43,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,), "use_bdlora": (None, False), "arrow_config": (None,),
     "ensure_weight_tying": (False, None),
-    # PiSSA, OLoRA, CorDA and LoftQ change the base when the adapter is made; beside the plain base B A means nothing.
+    # PiSSA, OLoRA, CorDA and LoftQ change the base when they begin; added to the plain base, B A means nothing.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ BLOCK = 16  # rows of the chunk's triangular system that are solved one after th
 
 
 class Tuning(NamedTuple):
-    """How a kernel is launched: columns of values that a program or an iteration takes, warps, and pipeline stages."""
+    """The launch parameters of a kernel: columns of values per program or iteration, warps, and pipeline stages."""
 
     columns: int
     num_warps: int
@@ -55,7 +55,7 @@ class Stream:
 
 
 def stream_of(docs: Documents, parts: int, part: int) -> Stream:
-    """Cut out the rows of one of so many parts. A document that lies in others has no rows here."""
+    """Cut out the rows of one part. A document that lies in other parts has none."""
     num, num_documents = docs.positions_T.shape[0] // parts, len(docs.bounds) - 1
     if parts == 1:
         return Stream(docs.positions_T, docs.cu_seqlens, num_documents)
