@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.report.end_of_run import last_words
 from tests import worlds
 from tests.runs import chats, file_of, losses, on_mesh, source
 
@@ -20,7 +21,10 @@ def sampled(arguments: list[str]) -> int:
 
 def test_a_run_with_adapters_resumes_on_another_mesh(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, results = source(tmp_path / "m", "qwen3_moe"), {}
-    for name, starts in {"whole": [({}, 2), ({}, 4)], "resumed": [(dict(fsdp=2), 2), (dict(tp=2, ep=2), 4)]}.items():
+    for name, starts in {
+        "whole": [({}, 2), ({}, 4)],
+        "resumed": [(dict(fsdp=2, ep=2), 2), (dict(tp=2, ep=2), 4)],
+    }.items():
         at = tmp_path / name
         at.mkdir()
         chats(at / "chats.jsonl")
@@ -34,6 +38,11 @@ def test_a_run_with_adapters_resumes_on_another_mesh(tmp_path: Path, capfd: pyte
     out = tmp_path / "resumed" / "out"
     assert {path.name for path in (out / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert (out / "export" / "model.safetensors").is_file()
+    modes = {oct(path.stat().st_mode) for path in (out / "adapter").iterdir()}
+    assert modes == {oct((out / "export" / "model.safetensors").stat().st_mode)}, "others may not read the adapter"
+    assert "adapter " in "\n".join(last_words(out, str(out)))
+    layout = json.loads((out / "layout.json").read_text())
+    assert 0 < layout["trained"] < layout["parameters"]
     step = out / "checkpoints" / "step-000004"
     assert (step / "adapters.safetensors").is_file()
     assert not (step / "model.safetensors").exists()

@@ -155,15 +155,16 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     stacks = [pair.module.rpartition(".")[0] for pair in pairs if pair.experts]
     tensors: dict[str, Tensor] = {}
     for pair in pairs:
-        own = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
+        of_pair = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
         nested = stacks.count(pair.module.rpartition(".")[0]) > 1
-        tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, own, layout, nested)}
+        tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, of_pair, layout, nested)}
     config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""))
     (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     # Tensors that share memory would be refused: gate and up of an expert have one A.
-    save_file(
-        {key: tensor.clone() for key, tensor in tensors.items()}, folder / peft_files.WEIGHTS_FILE, {"format": "pt"}
-    )
+    own = {key: tensor.clone() for key, tensor in tensors.items()}
+    save_file(own, folder / peft_files.WEIGHTS_FILE, {"format": "pt"})
+    # safetensors lets only the owner read it; whoever serves the adapter may be another user.
+    (folder / peft_files.WEIGHTS_FILE).chmod((folder / peft_files.CONFIG_FILE).stat().st_mode & 0o777)
     for file in folder.iterdir():
         weights.to_disk(file)
 

@@ -112,7 +112,7 @@ class Figures:
         blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", blueprint)
         work = replace(self.work, numbers=self.gathered_in_fp8)
-        if blueprint.recipe.lora is not None:
+        if blueprint.recipe.lora is not None and not work.frozen:  # a loaded model has counted before it was sharded
             # Gradients begin at the first adapter, in the middle of a layer, and on one rank of the pipeline only.
             frozen = frozenset(blueprint.table.params) - self.trained
             begins = begun_backward(blueprint.spec, self.axes, 0, COMPUTE, self.trained)

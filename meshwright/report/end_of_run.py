@@ -11,6 +11,7 @@ from .run_files import METRICS, Run, read_folder
 from .summary import experts_warning, figure, outcome
 
 _ENDED_WELL = ("", "early stopping")  # otherwise `export` is of an earlier run, or missing
+_EXPORTS = {"export": "the trained weights, a Hugging Face directory", "adapter": "the adapters, a PEFT directory"}
 _NAME = 26  # width of the column of names
 
 
@@ -43,11 +44,11 @@ def _verdict(run: Run) -> str:
 def _outputs(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
     """Yield what the run wrote, with its meaning.
 
-    `export` is listed only after a run that ended well: after a failure the directory may be of an earlier run.
+    Exports are listed only after a run that ended well: after a failure the directory may be of an earlier run.
     """
     ended = run.of("end")
-    if ended and ended[-1].get("why") in _ENDED_WELL and (folder / "export").is_dir():
-        yield "export", "the trained weights, a Hugging Face directory"
+    if ended and ended[-1].get("why") in _ENDED_WELL:
+        yield from ((name, what) for name, what in _EXPORTS.items() if (folder / name).is_dir())
     for subfolder, what in (
         ("checkpoints", "the newest checkpoint"),
         ("best", "the one with the lowest held-out loss"),

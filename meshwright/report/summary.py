@@ -49,7 +49,9 @@ def tiles(run: Run, *, only_differing: bool = False) -> list[tuple[str, str]]:
     if peak := last.get("memory/peak_bytes"):
         rows.append(("peak memory of a rank", decimal(int(peak))))
     if layout.get("parameters") and not only_differing:
-        rows.append(("parameters", with_unit(layout["parameters"])))
+        trained = layout.get("trained", layout["parameters"])
+        part = f", {with_unit(trained)} trained" if trained < layout["parameters"] else ""
+        rows.append((f"parameters{part}", with_unit(layout["parameters"])))
     num = len(run.starts)
     rows.append((f"took, in {num} starts" if num > 1 else "took", _duration(run)))
     return rows

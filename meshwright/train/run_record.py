@@ -12,6 +12,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def _environment(model: Model) -> dict[str, Any]:
 def _layout(config: Config, model: Model) -> dict[str, Any]:
     """Return the mesh, and a row for each group of parameters that differ only in their layer."""
     axes, trained = model.mesh.axes, {*model.trained}
-    work = work_of(axes, config.train.length, 1)
+    frozen = frozenset(model.blueprint.table.params) - trained
+    work = replace(work_of(axes, config.train.length, 1), frozen=frozen, begins=model.begun)
     figures = Figures(config.model, model.blueprint, axes, work)
     groups = zip(identical_params(model.blueprint), parameter_lines(figures), strict=True)
     return {
