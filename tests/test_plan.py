@@ -27,7 +27,7 @@ from meshwright.plan.wording import counted, large, nominal, size
 from meshwright.sharding import Param, piece
 from tests import parts, tiny
 from tests.started import become
-from tests.test_verify import QWEN3_30B_A3B, directory
+from tests.test_verify import QWEN3_30B_A3B, QWEN3_NEXT, directory
 from tests.words import words
 
 QWEN3_235B_A22B: dict[str, Any] = {
@@ -95,6 +95,13 @@ def test_figures_of_published_models(
             assert round(line["num_bytes"] / 1e9, 3) == lines["layers.{i}"]
         if line["what"].endswith("rows"):
             assert round(line["num_bytes"] / 1e9, 2) == lines["rows"]
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), [(QWEN3_30B_A3B, 30_532_122_624), (QWEN3_NEXT, 79_674_391_296)], ids=["30B", "80B"]
+)
+def test_published_numbers_of_parameters(config: dict[str, Any], parameters: int) -> None:
+    assert figures_of(config, fsdp=64, ep=8).num_parameters == parameters
 
 
 ODD_MESHES = [

@@ -61,6 +61,10 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5", dict(rope_scaling={**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]})),
     ("qwen3_5", dict(rms_norm_eps=1e-2, linear_conv_kernel_dim=3, linear_num_value_heads=4)),
     ("qwen3_5", dict(layer_types=None, num_hidden_layers=5, tie_word_embeddings=True)),
+    ("qwen3_next", dict(norm_topk_prob=False, num_experts_per_tok=1)),
+    ("qwen3_next", dict(mlp_only_layers=[], decoder_sparse_step=2, num_hidden_layers=4, layer_types=None)),
+    ("qwen3_next", dict(linear_num_value_heads=4, linear_conv_kernel_dim=3, rms_norm_eps=1e-2)),
+    ("qwen3_next", dict(tie_word_embeddings=True, full_attention_interval=2, layer_types=None)),
 ]
 
 

@@ -56,6 +56,14 @@ QWEN3_30B_A3B: dict[str, Any] = dict(
     moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False, mlp_only_layers=[],
     decoder_sparse_step=1, rope_theta=1000000.0, max_window_layers=48,
 )  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = dict(  # Qwen3-Next-80B-A3B and Qwen3-Coder-Next
+    model_type="qwen3_next", vocab_size=151936, hidden_size=2048, intermediate_size=5120, num_hidden_layers=48,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+    linear_key_head_dim=128, linear_value_head_dim=128, num_experts=512, num_experts_per_tok=10,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, mlp_only_layers=[],
+    decoder_sparse_step=1, full_attention_interval=4, rope_theta=1e7, partial_rotary_factor=0.25, rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+)  # fmt: skip
 QWEN3_5: dict[str, Any] = dict(
     model_type="qwen3_5",
     text_config=dict(
@@ -134,6 +142,7 @@ def test_tiny_models(name: str, capsys: Capture) -> None:
             pytest.param(QWEN2, "tp=2", "lm", id="qwen2.5-0.5b"),
             pytest.param(QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm", id="qwen3-30b-a3b"),
             pytest.param(QWEN3_5, "replicate=2", "value", id="qwen3.5-value"),
+            pytest.param(QWEN3_NEXT, "fsdp=2,ep=2", "lm", id="qwen3-next-80b-a3b", marks=pytest.mark.slow),
             pytest.param(HALF_ATTENTION, "tp=2", "lm", id="qwen3.5", marks=pytest.mark.slow),
             pytest.param(QWEN3_5, "tp=4", "lm", id="qwen3.5-tp4", marks=pytest.mark.slow),
         ],

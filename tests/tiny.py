@@ -36,6 +36,11 @@ ODD["qwen3_5_moe"] = {
     **dict(model_type="qwen3_5_moe_text", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20),
     **dict(shared_expert_intermediate_size=28),
 }
+ODD["qwen3_next"] = {
+    **ODD["qwen3_5_moe"], "model_type": "qwen3_next", "intermediate_size": 44, "mlp_only_layers": [1],
+    "shared_expert_intermediate_size": 24,  # with 28, transformers' float32 is 1.06e-5 from its float64 in one A_log
+    "rope_parameters": dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+}  # fmt: skip
 ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
 
 # The same in whole blocks of 128 on each of four ranks of tp, but for the two kv heads: what products in 8 bits want.
@@ -48,7 +53,7 @@ ALIGNED: dict[str, dict[str, Any]] = {
             ("linear_key_head_dim", 128), ("linear_value_head_dim", 128),
         ) if each in config},
         **({"rope_parameters": {**config["rope_parameters"], "mrope_section": [6, 5, 5]}}
-           if "rope_parameters" in config else {}),
+           if "mrope_section" in config.get("rope_parameters", {}) else {}),
     }
     for name, config in ODD.items()
 }  # fmt: skip
@@ -71,6 +76,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CLASSES = {
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),

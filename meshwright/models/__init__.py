@@ -1,4 +1,4 @@
-"""Model families by `model_type` (Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, Qwen3-VL): config.json -> model on meta device.
+"""Model families by `model_type` (Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Qwen3-VL, ...): config.json -> meta-device model.
 
 To add a family, write its file and name it in FAMILIES, or add it from outside of the package: `FAMILIES["model_type"]
 = Family(build)` (docs/add-a-model.md).
@@ -14,7 +14,7 @@ from torch import device
 from ..errors import ConfigError, UnknownKey
 from ..recipe import Lora
 from ..sharding import Table, collect
-from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
+from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
 from .linear import Quantisable
@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification"),
     "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
     "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # transformers 5.23 has no classifier
+    "qwen3_next": Family(qwen3_next.build, carried=("mtp.*",), classifier="Qwen3NextForSequenceClassification"),
     "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
     "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
 }

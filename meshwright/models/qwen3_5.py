@@ -7,7 +7,7 @@ head, K and V their dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,14 +48,15 @@ def build(config: Json, at: str, head: str) -> Decoder:
     return Decoder(shape, at, [partial(layer, mixer) for mixer in mixers], head)
 
 
-def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
+def backbone(config: Json, delta_net: type[DeltaNet] | None = None) -> tuple[Shape, list[Mixer]]:
     """Return what dense and MoE models share: the shape, and a factory for the mixer of each layer."""
+    net = delta_net or DeltaNet
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
     # A quarter of each head rotates; the rest carries no position (partial RoPE).
     shape = shape_of(config, rotary_of(config, heads.head, partial=0.25), zero_centred=True)
     make: dict[str, Mixer] = {
-        LINEAR: lambda at: DeltaNet(shape, delta, at + "linear_attn."),
+        LINEAR: lambda at: net(shape, delta, at + "linear_attn."),
         FULL: lambda at: Attention(shape, heads, at + "self_attn."),
     }
     return shape, [make[kind] for kind in layer_types(config)]
@@ -146,15 +147,10 @@ class DeltaNet(nn.Module):
         super().__init__()
         D, G, R, V = shape.width, delta.keys, delta.ratio, delta.value
         cuts = (delta.key, delta.key, R * V)  # q, k and the values of one key head
-        chan, fused = sum(cuts), at + "in_proj_qkv.weight"
+        chan = sum(cuts)
         self.delta, self.cuts = delta, cuts
-        spelled = segments(fused, (G, chan, D), cuts, (G * chan, D))
-        self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
+        self.declare_projections(shape, at)
         self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
-        self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
-        # a and b control decay and write strength of whole heads, so they are never quantised.
-        self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
-        self.b = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
         self.gates = Gates(delta, at)
         self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
@@ -166,15 +162,31 @@ class DeltaNet(nn.Module):
         self.states = Join(self.swap, R * delta.key * (delta.key + V), rows=1, floats=True)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
+    def declare_projections(self, shape: Shape, at: str) -> None:
+        """Declare the matrices that make q, k, v, the norm's gate z, and the gates a and b of the state."""
+        D, G, R, V = shape.width, self.delta.keys, self.delta.ratio, self.delta.value
+        chan = sum(self.cuts)
+        spelled = segments(at + "in_proj_qkv.weight", (G, chan, D), self.cuts, (G * chan, D))
+        self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
+        self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
+        # a and b control decay and write strength of whole heads, so they are never quantised.
+        self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
+        self.b = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
+
+    def project(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Return q, k and v together, z, a and b, each `[token, key head, ...]`."""
+        # One GEMM for all four projections; those of a and b alone are too narrow for a GPU.
+        outputs = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
+        return [x_TC.unflatten(1, (len(self.keys), -1)) for x_TC in outputs]
+
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD, (G, R, V) = self.enter(x_TD), (len(self.keys), self.delta.ratio, self.delta.value)
-        # One GEMM for all four projections; those of a and b alone are too narrow for a GPU.
-        qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
-        qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
+        qkv_TGC, z_TGC, a_TGR, b_TGR = self.project(x_TD)
+        qkv_TGC, a_TGR, b_TGR = self.swap(qkv_TGC, a_TGR, b_TGR)
         own = slice(self.swap.own_heads.start - self.keys.start, self.swap.own_heads.stop - self.keys.start)
         q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs, self.halo).split(self.cuts, -1)
         gates = self.gates(a_TGR, b_TGR, own)
         o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), gates, docs, self.states)
         o_TGC = self.swap.back(o_TGRV.flatten(2))  # back to own tokens, where the norm's gate z is
-        y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TC.view(-1, G, R, V))
+        y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TGC.reshape(-1, G, R, V))
         return self.leave(self.out(y_TGRV.flatten(1)))
