@@ -10,6 +10,6 @@ from .batching import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord
 from .export import check_export, export, gather, stream
-from .inference import logits, logprobs, sample
+from .inference import embeddings, logits, logprobs, sample
 from .model import Model, init, load
 from .validation import check_no_placeholders, check_prompts

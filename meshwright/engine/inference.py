@@ -1,4 +1,4 @@
-"""Inference: log-probabilities, logits and samples, by a forward without gradients.
+"""Inference: log-probabilities, logits, embeddings and samples, by a forward without gradients.
 
 It runs on the training mesh with the training layout, so it suits evaluation and RL scoring. `sample` has no KV cache:
 each new token costs a forward over the whole sequence.
@@ -49,6 +49,17 @@ def logits(model: Model, batch: Batch) -> Tensor:
     return model.mesh.gather_rows(logits_TV, ("cp",))
 
 
+@names_lost_ranks()
+def embeddings(model: Model, batch: Batch) -> Tensor:
+    """Return `[documents, width]`: what the model makes of each document's last token, in at least float32.
+
+    For models with `head="none"`, such as Qwen3-Embedding. They are not normalised. No gradients; padding has none.
+    """
+    states_TD = model.mesh.gather_rows(score_without_grad(model, batch, "hidden", "embeddings"), ("cp", "tp"))
+    last = [end - 1 for end in batch.bounds[1:] if end <= len(batch) - batch.num_filler]
+    return states_TD[last]
+
+
 def gather_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
     """All-gather the vocabulary over tp, from this rank's slice of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
@@ -84,8 +95,9 @@ def _scores_shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
     axes = model.mesh.axes
     if want == "logits":
         return num_tokens // axes.cp, vocab_slice_size(model)
-    labels = model.blueprint.module.shape.labels.num if want == "values" else 1
-    return (num_tokens // (axes.cp * axes.tp), *((labels,) if labels > 1 else ()))
+    shape = model.blueprint.module.shape
+    columns = shape.width if want == "hidden" else shape.labels.num if want == "values" else 1
+    return (num_tokens // (axes.cp * axes.tp), *((columns,) if columns > 1 else ()))
 
 
 def vocab_slice_size(model: Model) -> int:
@@ -99,7 +111,7 @@ def vocab_slice_size(model: Model) -> int:
 def _from_last_stage(model: Model, results: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Return the scores of the last pipeline stage on all stages: an all-reduce in which the others add zeros."""
     wide = torch.promote_types(model.dtype, torch.float32)
-    scores = results[0] if results else torch.zeros(shape, dtype=wide, device=model.mesh.device)
+    scores = results[0].to(wide) if results else torch.zeros(shape, dtype=wide, device=model.mesh.device)
     return model.mesh.all_reduce_(scores, SCORES)
 
 

@@ -30,12 +30,12 @@ class Family:
     """A model family: how it is built, and how its files are laid out."""
 
     build: Callable[[Json, str, str], Decoder]  # config, key prefix, head -> model (on the meta device)
-    prefixes: tuple[str, ...] = ("model.",)  # possible prefixes of the text model's keys
+    prefixes: tuple[str, ...] = ("model.", "")  # of the text model's keys; base models are saved without any
     carried: tuple[str, ...] = ()  # keys that are copied to exports but not trained (multi-token prediction, tower)
     classifier: str = ""  # transformers' sequence classifier class, if it has one
 
 
-_PREFIXES, _CARRIED = ("model.", "model.language_model."), ("mtp.*", "model.visual.*")
+_PREFIXES, _CARRIED = ("model.", "", "model.language_model."), ("mtp.*", "model.visual.*")
 FAMILIES = {
     "qwen2": Family(qwen2.build, classifier="Qwen2ForSequenceClassification"),
     "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),

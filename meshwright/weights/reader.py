@@ -132,9 +132,10 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
         for key, shape in chosen(param, choice).keys.items():
             entry = source.entries.get(key)
             if entry is None:
+                head = ', or load a model without its head with head="none"' if param.name == "head.weight" else ""
                 raise MissingKey(
                     f"{source.directory} has no {key}, which {param.name} {param.shape} is read from; fetch the file "
-                    "that holds it, or correct config.json"
+                    f"that holds it, or correct config.json{head}"
                 )
             if entry.shape != shape:
                 raise MismatchedKey(
