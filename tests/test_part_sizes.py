@@ -35,6 +35,7 @@ OTHERS = {
         "data.packing_plan.WINDOW",
         "engine.vision_sync._BITS", "weights.source._LOOKS", "weights.source._LOOK",
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
+        "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP",
     },
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",

@@ -32,20 +32,20 @@ from .part_sizes import part_size
 CHUNK = part_size(__name__, "CHUNK", 64, small=64)
 
 
-def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents, halo: Parts = WHOLE) -> Tensor:
+def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents, halo: Parts = WHOLE, dilation: int = 1) -> Tensor:
     """Convolve each channel causally over W tokens, from zeros at each document's start, then SiLU. -> y_TC in x.dtype
 
     `halo`: x may be one of several parts of the stream (context parallelism); `docs` always describe the whole. A part
-    needs the last W - 1 rows before it.
+    needs the last (W - 1) * dilation rows before it. `dilation`: the distance between two of the W tokens.
     """
     positions_T = part_of(docs, halo, x=x_TC)
     if halo.parts == 1:
-        y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, positions_T)
+        y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, positions_T, dilation)
         return F.silu(y_TC).to(x_TC.dtype)
-    num_rows = weight_CW.shape[1] - 1
+    num_rows = (weight_CW.shape[1] - 1) * dilation
     extended_TC = torch.cat([_before(x_TC, num_rows, halo), x_TC])
     # Position 0 for the halo rows: their own outputs are dropped, and none of them may look further back.
-    y_TC = _Convolution.apply(extended_TC, weight_CW, F.pad(positions_T, (num_rows, 0)))[num_rows:]
+    y_TC = _Convolution.apply(extended_TC, weight_CW, F.pad(positions_T, (num_rows, 0)), dilation)[num_rows:]
     return F.silu(y_TC).to(x_TC.dtype)
 
 
@@ -61,43 +61,51 @@ def _before(x_TC: Tensor, num: int, halo: Parts) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Depthwise convolution y[t] = sum over back = 0 .. W-1 of x[t - back] w[W - 1 - back], in at least float32.
+    """Depthwise convolution y[t] = sum over j = 0 .. W-1 of x[t - j dilation] w[W - 1 - j], in at least float32.
 
     It saves x and no shifted copies of it. Tokens of another document are masked out instead of multiplied by 0: 0 *
     inf would turn their overflow into a NaN.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor, dilation: int) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, positions_T)
-        return _convolved(x_TC, weight_CW, positions_T)
+        ctx.dilation = dilation
+        return _convolved(x_TC, weight_CW, positions_T, dilation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CW, positions_T = ctx.saved_tensors
-        dx_TC, d_weight_CW = _convolution_gradients(x_TC, d_TC, weight_CW, positions_T)
-        return dx_TC, d_weight_CW, None
+        dx_TC, d_weight_CW = _convolution_gradients(x_TC, d_TC, weight_CW, positions_T, ctx.dilation)
+        return dx_TC, d_weight_CW, None, None
 
 
 @fused
-def _convolved(x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
+def _convolved(x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor, dilation: int) -> Tensor:
     """Compute the forward sum, one tap after the other."""
-    x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # kernel[back], as F.conv1d correlates
+    x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # kernel[tap], as F.conv1d correlates
     y_TC = x_TC * kernel[0]
-    for back in range(1, len(kernel)):
-        y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[back])
+    for tap, back in _taps(kernel, dilation):
+        y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[tap])
     return y_TC
 
 
+def _taps(kernel: Tensor, dilation: int) -> list[tuple[int, int]]:
+    """Return the numbers of all taps but the first, and how many tokens each looks back."""
+    return [(tap, tap * dilation) for tap in range(1, len(kernel))]
+
+
 @fused
-def _convolution_gradients(raw_TC: Tensor, d_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
+def _convolution_gradients(
+    raw_TC: Tensor, d_TC: Tensor, weight_CW: Tensor, positions_T: Tensor, dilation: int
+) -> tuple[Tensor, ...]:
     """Compute the gradients of x and of the weight. The weight's sum over tokens stays in at least float32."""
     x_TC, kernel = upcast(raw_TC), upcast(weight_CW.to(raw_TC.dtype)).T.flip(0)
     dx_TC, d_taps = d_TC * kernel[0], [(d_TC * x_TC).sum(0)]
-    for back in range(1, len(kernel)):
+    for tap, back in _taps(kernel, dilation):
         d = _of_document(d_TC[back:], positions_T[back:], back)
-        dx_TC[:-back].addcmul_(d, kernel[back])
+        dx_TC[:-back].addcmul_(d, kernel[tap])
         d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
     d_weight_CW = torch.stack(d_taps).flip(0).T
     return dx_TC.to(raw_TC.dtype), d_weight_CW.to(weight_CW.dtype)

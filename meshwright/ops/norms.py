@@ -93,12 +93,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return weight * rms_norm(x) * silu(gate) in x.dtype: the output norm of the gated delta net.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
+    """Return weight * rms_norm(x) * silu(gate) in x.dtype, or with the sigmoid: the output norm of a gated delta net.
 
     The weight is plain, not zero-centred, and the norm comes before the gate (Mamba 2 has the gate first).
     """
-    y: Tensor = _GatedNorm.apply(x, gate, weight, eps)
+    y: Tensor = _GatedNorm.apply(x, gate, weight, eps, activation == "sigmoid")
     return y
 
 
@@ -106,38 +106,45 @@ class _GatedNorm(torch.autograd.Function):
     """It saves x and the gate as they came, and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _gated_norm_forward(x, gate, weight, eps)
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool) -> Tensor:
+        y, rstd = _gated_norm_forward(x, gate, weight, eps, is_sigmoid)
         ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.is_sigmoid = is_sigmoid
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gated_norm_backward(d, *ctx.saved_tensors), None
+        return *_gated_norm_backward(d, *ctx.saved_tensors, ctx.is_sigmoid), None, None
 
 
 @fused
-def _gated_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+def _gated_norm_forward(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
     wide = upcast(x)
     rstd = _rstd(wide, eps)
-    return (weight * (wide * rstd).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype), rstd
+    opened = upcast(gate).sigmoid() if is_sigmoid else F.silu(upcast(gate))
+    return (weight * (wide * rstd).to(x.dtype) * opened).to(x.dtype), rstd
 
 
 @fused
-def _gated_norm_backward(d: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+def _gated_norm_backward(
+    d: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, is_sigmoid: bool
+) -> tuple[Tensor, ...]:
     """Return the gradients of x, gate and weight.
 
     With s = sigmoid(gate): silu(gate) = gate * s, and its derivative is s + gate * s * (1 - s).
     """
     d, normed, wide_gate, factor = upcast(d), upcast(x) * rstd, upcast(gate), upcast(weight)
     sigmoid = wide_gate.sigmoid()
-    silu = wide_gate * sigmoid
+    opened = sigmoid if is_sigmoid else wide_gate * sigmoid
     d_times_normed = d * normed
-    d_gate = d_times_normed * factor * (sigmoid + silu * (1 - sigmoid))
-    d_times_normed = d_times_normed * silu
+    slope = opened * (1 - sigmoid) if is_sigmoid else sigmoid + opened * (1 - sigmoid)
+    d_gate = d_times_normed * factor * slope
+    d_times_normed = d_times_normed * opened
     d_weight = d_times_normed.flatten(0, -2).sum(0)
-    d_unit = d * factor * silu
+    d_unit = d * factor * opened
     dx = (d_unit - normed * (d_times_normed * factor).mean(-1, keepdim=True)) * rstd
     return dx.to(x.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype)
 

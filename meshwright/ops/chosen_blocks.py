@@ -1,0 +1,153 @@
+"""Sparse attention over chosen blocks (Qwen4-Exp's QSA): an indexer scores blocks of keys, and a query sees the best.
+
+Blocks are r tokens of a document, counted from its beginning. A query may choose among the blocks that end at or before
+it; besides those chosen it sees the tokens behind the last whole block. Nothing forces its own block in.
+
+Shapes: T tokens (of this part), S tokens of the stream, B blocks of the stream, b chosen ones; h heads of the indexer,
+d their dims; H query heads, G key heads, K their dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .norms import at_least_float32
+from .part_sizes import part_size
+
+NO_BLOCK = -1
+# Queries that are scored, or attend, at once: their scores are a row as long as the stream each.
+QUERIES = part_size(__name__, "QUERIES", 1024, small=5)
+
+
+class Blocks(NamedTuple):
+    """The whole blocks of all documents of a stream, in order.
+
+    There are always `S // r`, so that no shape depends on the data; those behind the last whole one are nobody's.
+    """
+
+    size: int
+    last_B: Tensor  # the last token of each
+    before_S: Tensor  # how many blocks lie in earlier documents than that of a token
+    visible_S: Tensor  # how many blocks of its own document end at or before a token
+
+
+def blocks_of(positions_S: Tensor, size: int) -> Blocks:
+    """Cut documents into blocks. A block is whole at its last token, so positions alone say where blocks are."""
+    num, whole_S = len(positions_S) // size, (positions_S + 1) % size == 0
+    until_S = whole_S.cumsum(0)
+    place_S = (until_S - 1).where(whole_S, num)
+    tokens_S = torch.arange(len(positions_S), device=positions_S.device)
+    last_B = torch.full_like(tokens_S, size - 1)[: num + 1].scatter(0, place_S, tokens_S)[:num]
+    visible_S = (positions_S + 1) // size
+    return Blocks(size, last_B, until_S - visible_S, visible_S)
+
+
+def block_keys(k_Sd: Tensor, blocks: Blocks) -> Tensor:
+    """Return the mean of the raw keys of each block, computed in at least float32 and rounded to their dtype."""
+    tokens_Br = blocks.last_B[:, None] - torch.arange(blocks.size - 1, -1, -1, device=k_Sd.device)
+    return k_Sd[tokens_Br.clamp(min=0)].to(at_least_float32(k_Sd)).mean(1).to(k_Sd.dtype)
+
+
+@torch.no_grad()
+def choose_blocks(q_Thd: Tensor, keys_Bd: Tensor, blocks: Blocks, first: int, num: int) -> Tensor:
+    """Return the numbers of the `num` best visible blocks of each query, `[T, num]`, ascending, then NO_BLOCK.
+
+    The score is the sum over heads of relu(q . key). Of equal scores, which are common because of relu, the earlier
+    block wins: so any device, mesh and chunk of queries chooses alike. `first`: the place of the queries in the stream.
+    """
+    number_B, out = torch.arange(len(keys_Bd), device=keys_Bd.device), []
+    for at in range(0, len(q_Thd), QUERIES):
+        q, own = q_Thd[at : at + QUERIES], slice(first + at, first + min(at + QUERIES, len(q_Thd)))
+        start_T1, count_T1 = blocks.before_S[own, None], blocks.visible_S[own, None]
+        is_visible_TB = (number_B >= start_T1) & (number_B < start_T1 + count_T1)
+        score_TB = torch.einsum("thd,bd->thb", q, keys_Bd).relu().sum(1)
+        best = _order(score_TB).masked_fill(~is_visible_TB, -1).topk(min(num, len(keys_Bd)), dim=-1)
+        chosen = best.indices.masked_fill(best.values < 0, len(keys_Bd)).sort(-1).values
+        out.append(
+            F.pad(chosen.masked_fill(chosen == len(keys_Bd), NO_BLOCK), (0, num - chosen.shape[1]), value=NO_BLOCK)
+        )
+    return torch.cat(out)
+
+
+def _order(score_TB: Tensor) -> Tensor:
+    """Return numbers that no two blocks of a query share, in the order of score, and then of the earlier block.
+
+    Scores are at least 0, so the bits of a float32 are in the order of its value. They leave 31 bits for the block.
+    """
+    num = score_TB.shape[-1]
+    if score_TB.dtype == torch.float64:  # verify's: places in a stable sort
+        place = torch.sort(score_TB, descending=True, stable=True).indices
+        rank = torch.arange(num, 0, -1, device=place.device).expand_as(place)
+        return torch.empty_like(place).scatter(-1, place, rank)
+    bits = score_TB.float().abs().view(torch.int32).long()  # abs: -0.0 has other bits than 0.0
+    return (bits << 31) | (num - 1 - torch.arange(num, device=bits.device))
+
+
+class Choice(NamedTuple):
+    """The blocks that some queries of a stream have chosen, `[T, b]`. `first`: the place of the first query."""
+
+    chosen_Tb: Tensor
+    blocks: Blocks
+    positions_S: Tensor
+    first: int = 0
+
+    def part(self, start: int, stop: int) -> Choice:
+        """Return the choice of some of the queries."""
+        return self._replace(chosen_Tb=self.chosen_Tb[start:stop], first=self.first + start)
+
+    def visible_keys(self) -> Tensor:
+        """Return a mask `[T, S]` of the keys that each query sees: its blocks, and all behind the last whole block."""
+        num, device, size = len(self.positions_S), self.positions_S.device, self.blocks.size
+        mask = torch.zeros(len(self.chosen_Tb), num + 1, dtype=torch.bool, device=device)
+        last_B = F.pad(self.blocks.last_B, (0, 1))  # there may be no block at all
+        keys_Tbr = last_B[self.chosen_Tb.clamp(min=0)][..., None] - torch.arange(size, device=device)
+        mask.scatter_(1, keys_Tbr.masked_fill((self.chosen_Tb == NO_BLOCK)[..., None], num).flatten(1), True)
+        stop = self.first + len(self.chosen_Tb)
+        back_TS = torch.arange(self.first, stop, device=device)[:, None] - torch.arange(num, device=device)
+        tail_T1 = (self.positions_S[self.first : stop, None] + 1) % size
+        return mask[:, :num] | ((back_TS >= 0) & (back_TS < tail_T1))
+
+
+def block_attention(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
+    """Attend to the keys that each query sees. -> o_THK
+
+    Exact and dense: all scores of some queries are computed at once and masked, in forward and again in backward. Kept
+    are q, k, v and the choices.
+    """
+    o_THK: Tensor = _BlockAttention.apply(q_THK, k_SGK, v_SGK, choice)
+    return o_THK
+
+
+def _attended(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_SGK, v_SGK))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=choice.visible_keys(), enable_gqa=True)[0].transpose(0, 1)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
+        ctx.save_for_backward(q_THK, k_SGK, v_SGK, choice.chosen_Tb, choice.positions_S, *choice.blocks[1:])
+        ctx.size, ctx.first = choice.blocks.size, choice.first
+        parts = ((q_THK[at : at + QUERIES], choice.part(at, at + QUERIES)) for at in range(0, len(q_THK), QUERIES))
+        return torch.cat([_attended(q, k_SGK, v_SGK, part) for q, part in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_THK: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_SGK, v_SGK, chosen_Tb, positions_S, *of_blocks = ctx.saved_tensors
+        choice, wide = Choice(chosen_Tb, Blocks(ctx.size, *of_blocks), positions_S, ctx.first), at_least_float32(k_SGK)
+        dk, dv, dq = k_SGK.new_zeros(k_SGK.shape, dtype=wide), v_SGK.new_zeros(v_SGK.shape, dtype=wide), []
+        for at in range(0, len(q_THK), QUERIES):
+            q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK, v_SGK))
+            with torch.enable_grad():
+                o = _attended(q, k, v, choice.part(at, at + QUERIES))
+            part_dq, part_dk, part_dv = torch.autograd.grad(o, (q, k, v), d_THK[at : at + QUERIES])
+            dq.append(part_dq)
+            dk += part_dk
+            dv += part_dv
+        return torch.cat(dq), dk.to(k_SGK.dtype), dv.to(v_SGK.dtype), None

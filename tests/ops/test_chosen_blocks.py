@@ -1,0 +1,105 @@
+"""Choice of blocks and attention over them, against loops over documents, queries and blocks."""
+
+import math
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.ops import documents, part_sizes
+from meshwright.ops.chosen_blocks import Choice, block_attention, block_keys, blocks_of, choose_blocks
+from tests.ops.references import assert_no_leak, compare, quick, ragged, rand
+
+HEADS, DIM = 3, 4
+
+
+def slow_seen(q, k, bounds, size, num):
+    """The keys that each query sees, as sets: per document, per query, one score at a time."""
+    seen = [set() for _ in range(bounds[-1])]
+    for start, stop in pairwise(bounds):
+        for t in range(start, stop):
+            whole = (t + 1 - start) // size
+            scores = []
+            for b in range(whole):
+                key = sum(k[start + b * size + i] for i in range(size)) / size
+                scores.append(sum(max(0.0, float(q[t, h] @ key)) for h in range(len(q[t]))))
+            best = sorted(range(whole), key=lambda b: (-scores[b], b))[:num]
+            seen[t] |= {start + b * size + i for b in best for i in range(size)}
+            seen[t] |= set(range(start + whole * size, t + 1))
+    return seen
+
+
+def chosen(q, k, docs, size, num, first=0):
+    blocks = blocks_of(docs.positions_T, size)
+    return Choice(choose_blocks(q, block_keys(k, blocks), blocks, first, num), blocks, docs.positions_T, first)
+
+
+@quick
+@given(ragged, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]), st.sampled_from([0.0, 1.0]))
+def test_choice_against_reference(lengths, size, num, scale):
+    """`scale` 0 makes all scores equal: the earlier block wins then."""
+    docs = documents(lengths, "cpu")
+    q, k = scale * rand(sum(lengths), HEADS, DIM, grad=False), rand(sum(lengths), DIM, seed=1, grad=False)
+    choice = chosen(q, k, docs, size, num)
+    mask, blocks = choice.visible_keys(), choice.blocks
+    expected = slow_seen(q, k, docs.bounds, size, num)
+    assert [set(row.nonzero().flatten().tolist()) for row in mask] == expected
+    narrow = choose_blocks(q.float(), block_keys(k, blocks).float(), blocks, 0, num)
+    assert torch.equal(narrow, choice.chosen_Tb), "the order of float32 scores is that of float64"
+
+
+@quick
+@given(ragged, st.sampled_from([2, 4]), st.sampled_from([2, 3]))
+def test_a_part_of_the_queries_chooses_as_the_whole_does(lengths, size, parts):
+    lengths = [*lengths, -sum(lengths) % parts or parts]
+    docs, total = documents(lengths, "cpu"), sum(lengths)
+    q, k = rand(total, HEADS, DIM, grad=False), rand(total, DIM, seed=1, grad=False)
+    whole = chosen(q, k, docs, size, 2).chosen_Tb
+    own = total // parts
+    with part_sizes.shrunk_part_sizes():
+        cut = [chosen(q[p * own : (p + 1) * own], k, docs, size, 2, p * own).chosen_Tb for p in range(parts)]
+    assert torch.equal(torch.cat(cut), whole)
+
+
+def slow_attention(q, k, v, seen):
+    rows = []
+    for t, keys in enumerate(seen):
+        at, heads = sorted(keys), []
+        for h in range(q.shape[1]):
+            g = h * k.shape[1] // q.shape[1]
+            weights = torch.softmax(torch.stack([q[t, h] @ k[s, g] for s in at]) / math.sqrt(q.shape[2]), 0)
+            heads.append(sum(w * v[s, g] for w, s in zip(weights, at, strict=True)))
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@quick
+@given(ragged, st.sampled_from([2, 4]))
+def test_attention_against_reference(lengths, size):
+    docs, total = documents(lengths, "cpu"), sum(lengths)
+    index_q, index_k = rand(total, HEADS, DIM, seed=7, grad=False), rand(total, DIM, seed=8, grad=False)
+    seen = slow_seen(index_q, index_k, docs.bounds, size, 2)
+    choice = chosen(index_q, index_k, docs, size, 2)
+    inputs = [rand(total, 4, 6), rand(total, 2, 6, seed=1), rand(total, 2, 6, seed=2)]
+    with part_sizes.shrunk_part_sizes():
+        compare(
+            lambda q, k, v: block_attention(q, k, v, choice),
+            lambda q, k, v: slow_attention(q, k, v, seen),
+            inputs,
+        )
+
+
+def test_documents_do_not_leak():
+    docs = documents([3, 1, 8, 1, 9], "cpu")
+    index_q, index_k = rand(22, HEADS, DIM, seed=7, grad=False), rand(22, DIM, seed=8, grad=False)
+    choice = chosen(index_q, index_k, docs, 2, 2)
+    streams = [rand(22, 4, 6), rand(22, 2, 6, seed=1), rand(22, 2, 6, seed=2)]
+    assert_no_leak(lambda q, k, v: block_attention(q, k, v, choice), streams, docs.bounds)
+
+
+def test_enough_blocks_are_causal_attention():
+    docs = documents([5, 12], "cpu")
+    mask = chosen(rand(17, HEADS, DIM, grad=False), rand(17, DIM, seed=1, grad=False), docs, 4, 3).visible_keys()
+    causal = torch.block_diag(*(torch.ones(n, n).tril() for n in (5, 12))).bool()
+    assert torch.equal(mask, causal)
