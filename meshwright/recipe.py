@@ -56,9 +56,10 @@ class MemoryOptions:
         costs="copies to and from the device. Float32 parameters (`A_log` and others, small) stay on the device; with "
         "`replicate`, gradients too until the last micro-batch",
     )  # fmt: skip
-    compiled: bool = option(
-        False, "Run torch.compile over each layer, which takes minutes in the first step. It fuses norms, gates and "
-        "rotations.",
+    compiled: bool | None = option(
+        None, "Run torch.compile over each layer in passes with gradients, which takes minutes in the first step. It "
+        'fuses norms, gates and rotations. By default on a GPU, unless `recompute="selective"`, a schedule that splits '
+        "backward, `fp8` or the machine forbids it, which the log says.",
         costs="compilation, again for every other number of tokens: pack to one length. Attention, delta rule, router "
         "and experts (shared ones too) are not compiled", command=False,
     )  # fmt: skip
@@ -93,6 +94,10 @@ class MemoryOptions:
             raise ConfigError(
                 f"token_once={self.token_once!r} is not a number of ranks; give True, or how many ranks a node has"
             )
+        if self.compiled not in (True, False, None) or type(self.compiled) is int:
+            raise ConfigError(
+                f"compiled={self.compiled!r} must be True, False or None (on a GPU, if nothing forbids it)"
+            )
         if self.recompute not in RECOMPUTE:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(RECOMPUTE)}")
         # Both need the whole unsharded model on the device for a step, and `offload` exists to avoid just that.
@@ -120,7 +125,7 @@ class MemoryOptions:
         Hooks that quantise before the all-gather are lost when parameters are copied from host memory, and they would
         split the graphs of compiled layers.
         """
-        return self.offload or self.compiled
+        return self.offload or self.compiled is True
 
 
 @dataclass(frozen=True)
@@ -311,7 +316,7 @@ class Recipe:
 
     def plain(self, **fields: Any) -> "Recipe":
         """Return a recipe of the same model and layout, without options for memory or speed."""
-        return replace(self, memory=MemoryOptions(), fp8=None, fp8_skip=(), **fields)
+        return replace(self, memory=MemoryOptions(compiled=False), fp8=None, fp8_skip=(), **fields)
 
     def check_schedule(self) -> None:
         """Refuse options that contradict a schedule which delays weight gradients."""

@@ -375,15 +375,15 @@ def norm_without_shards(patch: Patch) -> None:
 
 
 @around(engine_module.LocalOptimizer, "step")
-def optimizer_over_copies(real: Any, self: Any, stored: Any, grads: Any, lr: float) -> Any:
-    return real(self, {name: tensor.clone() for name, tensor in stored.items()}, grads, lr)
+def optimizer_over_copies(real: Any, self: Any, stored: Any, *more: Any) -> Any:
+    return real(self, {name: tensor.clone() for name, tensor in stored.items()}, *more)
 
 
 @around(engine_module.LocalOptimizer, "step")
-def half_an_update(real: Any, self: Any, stored: Any, grads: Any, lr: float) -> Any:
-    return real(self, stored, grads, lr / 2)
+def half_an_update(real: Any, self: Any, stored: Any, grads: Any, lr: float, clip: Any) -> Any:
+    return real(self, stored, grads, lr / 2, clip)
 
 
 @around(engine_module.LocalOptimizer, "step")
-def replicas_drift(real: Any, self: Any, stored: Any, grads: Any, lr: float) -> Any:
-    return real(self, stored, grads, lr * (1 + 1e-6 * dist.get_rank()))
+def replicas_drift(real: Any, self: Any, stored: Any, grads: Any, lr: float, clip: Any) -> Any:
+    return real(self, stored, grads, lr * (1 + 1e-6 * dist.get_rank()), clip)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from meshwright.optim import AdamW
+from meshwright.ops.kernels import trials
+from meshwright.optim import AdamW, adamw
 from tests.interpreter import assert_close, kernels_of, planted
 from tests.ops.references import rand
 
@@ -147,3 +148,24 @@ def test_planted_bugs_are_seen(old, new, tmp_path):
     kernels = planted("adamw", old, new, tmp_path)
     with pytest.raises(AssertionError):
         check_all(kernels)
+
+
+def test_the_trial_accepts_the_kernel_and_no_planted_one(monkeypatch, tmp_path, caplog):
+    kernels_of("adamw")
+    monkeypatch.setattr(trials, "SLOW", ())
+    monkeypatch.setattr(adamw, "SLOW", ())
+    x = torch.zeros(8)
+    for name, old, new in (("", None, None), PLANTS[0], *PLANTS[3:5], PLANTS[7], PLANTS[12]):
+        monkeypatch.setattr(trials, "_passed", {})
+        kernels = planted("adamw", old, new, tmp_path) if old else kernels_of("adamw")
+        monkeypatch.setattr("meshwright.ops.kernels.adamw.update", kernels.update)
+        assert OPTIONS.fuses(x, x) is (old is None), (name, caplog.text)
+    monkeypatch.setattr(trials, "_passed", {})
+    monkeypatch.setattr("meshwright.ops.kernels.adamw.update", kernels_of("adamw").update)
+    assert not OPTIONS.fuses(x[1:], x[1:]), "an address that the trial has not had"
+    assert not OPTIONS.fuses(x.double(), x.double())
+    assert not OPTIONS.fuses(torch.zeros(4, 2).t(), x)
+
+
+def test_no_kernel_on_a_cpu():
+    assert not OPTIONS.fuses(torch.zeros(8), torch.zeros(8))

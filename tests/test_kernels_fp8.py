@@ -128,8 +128,10 @@ def check_all(kernels):
 
 
 @pytest.mark.parametrize(("old", "new"), [p[1:] for p in PLANTS], ids=[p[0] for p in PLANTS])
-def test_planted_bugs_are_seen(old, new, tmp_path):
+def test_planted_bugs_are_seen(old, new, tmp_path, monkeypatch):
     kernels = planted("fp8_blocks", old, new, tmp_path)
+    real = torch.Tensor.new_empty  # nothing is right by the luck of a fresh page
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **more: real(x, *shape, **more).fill_(77))
     with pytest.raises(AssertionError):
         check_all(kernels)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.ops import documents, fp8_matmul, loss, rows, token_stats
+from meshwright.optim import AdamW
 from tests.interpreter import assert_close, kernels_of
 from tests.ops import references
 from tests.ops.references import rand
@@ -75,6 +76,8 @@ def test_adamw(device, state, copy):
     for size in (1, 4096, 10_007):
         check(kernels, slice_of(kernels, size, state, state, copy, device), 3.0, numbers_of(kernels), device=device)
     check_nothing_written(kernels, torch.nan, device)
+    weight = torch.zeros(64, device=device)
+    assert AdamW(state_dtype=state).fuses(weight, weight)
 
 
 @pytest.mark.parametrize("heads", [(16, 8), (32, 4)])

@@ -80,7 +80,7 @@ def planned(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
 def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
     _, usual = planned(capsys)
     assert usual["savings"] == {
-        "recompute": "none", "reshard": True, "offload": False, "compiled": False, "gather_once": False,
+        "recompute": "none", "reshard": True, "offload": False, "compiled": None, "gather_once": False,
         "sum_once": False, "narrow_grads": False, "token_once": False,
     }  # fmt: skip
     assert usual["state_dtype"] is None

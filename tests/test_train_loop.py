@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -19,12 +20,14 @@ import meshwright as mw
 from meshwright.checkpoint import opened_at
 from meshwright.cli import main
 from meshwright.data import tokenizer_of
+from meshwright.mesh.memory_limits import expand_segments
 from meshwright.plan.devices import peak_of
 from meshwright.plan.step_time import Flops, flops_of
 from meshwright.sharding import Param
 from meshwright.train import config_file, loop
 from meshwright.train.config import SampleSection
 from meshwright.train.loop import Loop, LoopOptions, Speed
+from meshwright.train.rank import PREFIX, _Prefixed
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
@@ -272,3 +275,47 @@ def test_a_checkpoint_is_logged_when_it_is_complete(tmp_path: Path, monkeypatch:
     each.position.stream = 4
     each.save(wait=True)
     assert message[1:] == [(3, str(tmp_path / "step-3")), (4, str(tmp_path / "step-4"))]
+
+
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("device", "begun", "before", "after"),
+    [
+        (True, False, {}, SEGMENTS),
+        (True, False, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        (True, False, {"PYTORCH_ALLOC_CONF": ""}, None),
+        (True, True, {}, None),
+        (False, False, {}, None),
+    ],
+)
+def test_segments_grow_unless_the_user_says_otherwise(
+    device: bool, begun: bool, before: dict[str, str], after: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+    environment = dict(before)
+    with caplog.at_level("INFO", "meshwright"):
+        expand_segments(environment)
+    assert environment == (before if after is None else after)
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.text) == (after is not None)
+
+
+def test_segments_are_chosen_before_a_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    monkeypatch.setattr("meshwright.train.run.expand_segments", lambda environment: began.append("segments"))
+    monkeypatch.setattr("meshwright.train.run.check_sinks", lambda config: None)
+    monkeypatch.setattr("meshwright.train.run.Mesh", lambda **options: began.append("mesh") or 1 / 0)
+    config = mw.train.config_of(model="m", out="o", data=[{"path": "d"}])
+    with pytest.raises(ZeroDivisionError):
+        Trainer(config)
+    assert began == ["segments", "mesh"]
+
+
+def test_the_terminal_shows_warnings_alone() -> None:
+    """The launcher shows the lines of a rank's log that have the prefix."""
+    for level, shown in ((logging.INFO, "one\ntwo"), (logging.WARNING, f"{PREFIX}one\n{PREFIX}two")):
+        record = logging.makeLogRecord({"levelno": level, "msg": "one\ntwo"})
+        assert _Prefixed().format(record) == shown

@@ -52,8 +52,8 @@ def last_update_too_large(patch: Patch) -> None:
     patch.setattr(
         LocalOptimizer,
         "step",
-        lambda self, stored, grads, lr: real(
-            self, stored, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1)
+        lambda self, stored, grads, lr, clip: real(
+            self, stored, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1), clip
         ),
     )
 
@@ -61,8 +61,8 @@ def last_update_too_large(patch: Patch) -> None:
 def not_finite_in_the_end(patch: Patch) -> None:
     real = LocalOptimizer.step
 
-    def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
-        real(self, stored, grads, lr)
+    def step(self: Any, stored: Any, *more: Any) -> None:
+        real(self, stored, *more)
         if on_a_mesh() and self.steps == 3:
             next(iter(stored.values())).fill_(torch.nan)
 

@@ -11,10 +11,12 @@ bound. So all ranks clip by the same factor, and all raise or none.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from ..checkpoint import SaveJob
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
-from ..optim import AdamW, LocalOptimizer, Optimizer, WholeMatrices, squares
+from ..optim import AdamW, Clip, LocalOptimizer, Optimizer, WholeMatrices, squares
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
 from ..watch import doing, names_lost_ranks, region
@@ -82,6 +84,20 @@ class StepRecord:
     num_tokens: int  # without padding
     expert_load: Tensor | None = None  # [MoE layers, experts]: tokens routed to each expert
     router_loss: float = 0.0  # the router's aux loss, which `loss` includes
+
+
+class _Results(NamedTuple):
+    """What the host waits for in a step: all of it finite."""
+
+    loss: float
+    norm: float
+    load: Tensor
+    router_loss: float
+
+
+def _norm_if_applied(reduced: Tensor, norm: Tensor) -> Tensor:
+    """Return the norm, NaN where the step raises: its loss is not finite, or has failed on a rank."""
+    return norm.where(reduced[:-1].sum().isfinite() & (reduced[-1] == 0), torch.nan)
 
 
 class Engine:
@@ -144,16 +160,26 @@ class Engine:
         """
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
-        with self._discards_on_error(), region("forward and backward"):
-            reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
-            shares, norms, load = self.model.mesh.to_host([reduced, self._norm(grads), self.router.load_LE])
-            term_loss, router_loss = self._checked_shares(shares)
-            loss = self._finite(term_loss + router_loss, "loss")
-            norm = self._finite(norms.item(), "gradient norm")
-        with region("update"):
-            self._apply(step, grads, norm)
+        with self._discards_on_error():
+            with region("forward and backward"):
+                reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
+                results = [reduced, self._norm(grads), self.router.load_LE]
+            waited = functools.cache(lambda: self._waited(results))
+            self._apply(step, grads, lambda: _norm_if_applied(reduced, results[1]), lambda: waited().norm)
+        loss, norm, load, router_loss = waited()
         expert_load = load if self.router.balance.num_layers else None
         return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, expert_load, router_loss)
+
+    def _waited(self, results: Sequence[Tensor]) -> _Results:
+        """Wait for loss shares, norm and expert load. Raise unless all are finite: then no parameter was changed."""
+        shares, norms, load = self.model.mesh.to_host(results)
+        try:
+            term_loss, router_loss = self._checked_shares(shares)
+            loss = self._finite(term_loss + router_loss, "loss")
+            return _Results(loss, self._finite(norms.item(), "gradient norm"), load, router_loss)
+        except Exception:
+            self.model.calls.half_updated = ""  # a fused update, queued before, has seen it too
+            raise
 
     @names_lost_ranks()
     def backward(self, batches: Sequence[Batch]) -> float:
@@ -195,17 +221,26 @@ class Engine:
         check_complete(grads, self.model.trainable)
         with self._discards_on_error():
             norm = self._finite(self.norm(grads), "gradient norm")
-        self._apply(step, grads, norm)
+        on_device = lambda: torch.tensor(norm, dtype=torch.float64, device=self.model.mesh.device)  # noqa: E731 - short
+        self._apply(step, grads, on_device, lambda: norm)
         return norm
 
-    def _apply(self, step: Step, grads: Mapping[str, Tensor], norm: float) -> None:
-        """Clip the gradients, update parameters and optimizer state, and count the step."""
-        with self._marked_half_updated():
-            # The norm is of the whole model, so every rank scales by the same factor. torch's clip_grad_norm_ would
-            # count replicated elements several times. A pipeline stage may have no gradients.
-            if grads and step.max_norm is not None and norm > step.max_norm:
-                torch._foreach_mul_([*grads.values()], step.max_norm / norm)
-            self.optimizer.step(self.model.to_update(), grads, step.lr)
+    def _apply(
+        self, step: Step, grads: Mapping[str, Tensor], on_device: Callable[[], Tensor], finite: Callable[[], float]
+    ) -> None:
+        """Clip the gradients, update parameters and optimizer state, and count the step.
+
+        The norm is of the whole model, so every rank scales by the same factor. torch's clip_grad_norm_ would count
+        replicated elements several times. `on_device`: the norm for a fused update, which is queued before the host
+        knows it. `finite` waits for it, and raises if nothing may be changed.
+        """
+        stored, max_norm = self.model.to_update(), math.inf if step.max_norm is None else step.max_norm
+        clip = Clip(on_device(), max_norm, finite) if self.optimizer.fuses(stored, grads) else None
+        norm = 0.0 if clip is not None else finite()  # before the mark, and before anything is changed
+        with region("update"), self._marked_half_updated():
+            if grads and norm > max_norm:  # a pipeline stage may have no gradients
+                torch._foreach_mul_([*grads.values()], max_norm / norm)
+            self.optimizer.step(stored, grads, step.lr, clip)
             self.router.trained()
             self.discard()
             self.steps += 1

@@ -378,13 +378,14 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
 
     Everything that can be refused is refused before the first allocation.
     """
-    compute, memory = blueprint.compute, blueprint.recipe.memory
+    compute = blueprint.compute
     # `requires_grad` is set on the meta parameters, from which the placed ones inherit it.
     trained = {*blueprint.trained()}
     for name in blueprint.table.params:
         blueprint.module.get_parameter(name).requires_grad_(name in trained)
     _refuse_training_read_only(blueprint, trained)
-    blueprint = with_hold(blueprint, mesh.axes, compute, mesh.least_bytes)
+    memory = parallel.with_compiled(blueprint.recipe, blueprint.module, mesh.device).memory
+    blueprint = with_hold(blueprint.with_options(memory=memory), mesh.axes, compute, mesh.least_bytes)
     # Compare with the memory of the devices before any is allocated. The optimizer is not known yet, so only weights
     # count now; `Engine` compares again.
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)

@@ -1,17 +1,24 @@
-"""Memory limits of a rank: of its device, and of its machine or container."""
+"""Memory limits of a rank: of its device, and of its machine or container. How its device allocates."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..log import logger
+
 _LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )  # cgroup v2 and v1: limits of a container
+
+
+# What torch's allocator reads: the first, or else the second, which is deprecated, or the third for ROCm.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,17 @@ def memory_of(device: torch.device, local_ranks: int) -> Memory:
         return Memory(host, host, shared=True)
     properties = torch.get_device_module(device).get_device_properties(device)
     return Memory(int(properties.total_memory), host, shared=False)
+
+
+def expand_segments(environment: MutableMapping[str, str]) -> None:
+    """Let torch's allocator on a GPU grow its segments, unless the user has set options for it.
+
+    Experts get other numbers of rows in every step, which fragments segments of fixed sizes. The allocator reads its
+    options once: where the loop of a user has begun with CUDA, it is too late.
+    """
+    if torch.cuda.is_available() and not torch.cuda.is_initialized() and environment.keys().isdisjoint(_ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
+        logger.info("%s=%s; set it yourself to choose otherwise", _ALLOCATOR[0], environment[_ALLOCATOR[0]])
 
 
 def _host_bytes() -> int:

@@ -185,7 +185,7 @@ def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]
     """Return codes and scales of numbers of every kind by the kernel, and by the formula."""
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     for into, one_kernel in zip(results, (True, False), strict=True):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (*NARROW, torch.float32):
             x_MK = _numbers_of_every_kind().to(device, dtype)
             operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT)]
             operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .kernels import NARROW
+from .kernels.launch import is_dense
 from .kernels.trials import agrees
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of
@@ -163,19 +164,23 @@ def _add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
 
 
 def _accumulates_wide(d_TV: Tensor, dw_VD: Tensor) -> bool:
-    """Tell whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can."""
+    """Tell whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can.
+
+    It chooses its kernels by how rows are aligned, so each kind of widths is tried.
+    """
     if kind_of(d_TV.device) == "cpu" or d_TV.dtype not in NARROW or dw_VD.dtype != torch.float32:
         return False
+    left = [width % 16 for width in dw_VD.shape]
 
     def trial() -> tuple[list[Tensor], list[Tensor]]:
-        d, x = (_normal(d_TV, 67, width) for width in (130, 72))
-        got = torch.full((130, 72), float("nan"), device=d.device)
+        d, x = _normal(d_TV, 67, 128 + left[0]), _normal(d_TV, 67, 64 + left[1])
+        got = torch.full((d.shape[1], x.shape[1]), float("nan"), device=d.device)
         for add in (False, True):
             _add_product(got, d, x, add)
         return [got], [2 * (d.T.float() @ x.float())]
 
     # The formula may multiply in TF32, whose products of 16-bit factors are exact.
-    return d_TV.is_meta or agrees("addmm with a float32 result", d_TV.dtype, d_TV.device, trial, 1e-4)
+    return d_TV.is_meta or agrees("addmm with a float32 result", (d_TV.dtype, *left), d_TV.device, trial, 1e-4)
 
 
 def _normal(like: Tensor, *shape: int) -> Tensor:
@@ -241,6 +246,7 @@ def _stats_by_kernel(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tens
         return logits_TV.new_empty(len(logits_TV), 3, dtype=torch.float32)
     from .kernels import logits
 
+    assert is_dense(logits_TV), "as in the trial"
     return logits.token_stats(logits_TV, labels_T, entropy)
 
 
@@ -249,6 +255,7 @@ def _overwrite_by_kernel(block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, label
         return
     from .kernels import logits
 
+    assert is_dense(block_TV), "as in the trial"
     logits.overwrite_with_gradient(block_TV, stats_T3, d_T3, labels_T, entropy)
 
 

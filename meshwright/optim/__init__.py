@@ -1,7 +1,7 @@
 """Optimizers: the protocol, AdamW, the state of one on a rank, and that state in 8 bits."""
 
 from .adamw import AdamW
-from .base import Optimizer, Slices, within
+from .base import Clip, Optimizer, Slices, within
 from .gradient_norm import squares
 from .int8_state import SCALES, Place, check_blocks, names_of_scales, with_scales, zero_codes
 from .local import LocalOptimizer, State

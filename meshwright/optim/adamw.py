@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import Optimizer, Slices, within
+from ..ops.kernels import SLOW
+from ..ops.kernels.launch import dense, is_dense
+from ..ops.kernels.trials import agrees
+from .base import Clip, Optimizer, Slices, within
 from .int8_state import CODES, Code
 
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
+# How far ops/kernels/adamw.py may be off, of the norm, for state in this dtype, which both sides round once.
+_OFF = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 _MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
 
 
@@ -61,6 +68,25 @@ class AdamW(Optimizer):
             amsgrad=False, maximize=False,
         )  # fmt: skip
 
+    def fuses(self, param: Tensor, grad: Tensor) -> bool:
+        """Tell whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
+        `plain_update`."""
+        state = self.wide_dtype(param.dtype)
+        if param.device.type in SLOW or param.dtype != torch.float32 or grad.dtype not in _OFF or state not in _OFF:
+            return False
+        trial = partial(_compare, param.device, grad.dtype, state)
+        return is_dense(param) and agrees("adamw", (grad.dtype, state), param.device, trial, _OFF[state])
+
+    def fused_update(self, slices: Slices, clip: Clip, *, lr: float, step: int, decays: bool) -> None:
+        from ..ops.kernels import adamw
+
+        numbers = adamw.Update(lr, step, self.betas, self.eps, self.weight_decay * decays, clip.max_norm)
+        means, squares = slices.state
+        for weight, grad, mean, square in zip(slices.params, slices.grads, means, squares, strict=True):
+            adamw.update(adamw.Slice(weight, dense(grad), mean, square), clip.norm, numbers)
+        # What was made of a weight, such as its FP8 codes, is made anew when the weight's version has changed.
+        torch.autograd.graph.increment_version([*slices.params, *means, *squares])
+
     def plain_update(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -69,3 +95,28 @@ class AdamW(Optimizer):
         square = beta2 * square + (1 - beta2) * grad.square()
         change = (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)).sqrt() + self.eps)
         return weight * (1 - lr * self.weight_decay * decays) - lr * change, (mean, square)
+
+
+def _compare(device: torch.device, grads: torch.dtype, state: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Return weights and moments of two steps by the kernel and by the formula, of sizes that Triton tells apart.
+
+    The first step is clipped; others, whose norm is not finite, must leave all as it is.
+    """
+    options = AdamW(state_dtype=state)
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for size in (4096, 1031):
+        noise = 2 * torch.arange(4 * size, device=device).square().sin().view(4, size)  # squares differ in their sines
+        weight, grad, kept = noise[0].clone(), noise[1].to(grads), (noise[2].to(state), noise[3].square().to(state))
+        by_kernel, by_formula = [x.clone() for x in (weight, *kept)], [x.double() for x in (weight, *kept)]
+        for step, norm in enumerate((2.0, 0.5, math.nan, math.inf), 1):
+            clip = Clip(torch.tensor(norm, dtype=torch.float64, device=device), 1.0, lambda: 0.0)
+            slices = Slices(["w"], [by_kernel[0]], [grad], ([by_kernel[1]], [by_kernel[2]]))
+            options.fused_update(slices, clip, lr=0.1, step=step, decays=step == 1)
+            if math.isfinite(norm):
+                new, moments = options.plain_update(
+                    by_formula[0], grad.double() / max(norm, 1.0), by_formula[1:], lr=0.1, step=step, decays=step == 1
+                )
+                by_formula = [new, *(each.to(state).double() for each in moments)]
+        results[0].extend(by_kernel)
+        results[1].extend(x.to(like.dtype) for x, like in zip(by_formula, by_kernel, strict=True))
+    return results

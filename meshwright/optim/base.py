@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +48,19 @@ class Slices:
     matrices: WholeMatrices | None = None
 
 
+@dataclass(frozen=True)
+class Clip:
+    """The clipping that a fused update does while it reads gradients, which stay as they are.
+
+    `norm`: of all gradients, on their device; where it is not finite, the update must write nothing. `max_norm`:
+    infinite for no clipping. `finite` waits for the device, and raises where nothing was written.
+    """
+
+    norm: Tensor
+    max_norm: float
+    finite: Callable[[], float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
     """Options of an optimizer, its state and its update.
@@ -72,6 +85,14 @@ class Optimizer(ABC):
     @abstractmethod
     def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
         """Update parameters and state in place. `step` is 1 in the first update. `decays`: not norms and biases."""
+
+    def fuses(self, param: Tensor, grad: Tensor) -> bool:
+        """Tell whether `fused_update` takes pieces like these; by default there is none."""
+        return False
+
+    def fused_update(self, slices: Slices, clip: Clip, *, lr: float, step: int, decays: bool) -> None:
+        """Clip and update in one pass, of uncut pieces whose state is as it is stored."""
+        raise NotImplementedError(f"{type(self).__name__}.fuses has promised it")
 
     @abstractmethod
     def plain_update(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.kernels.launch import is_dense
 from ..ops.part_sizes import part_size
-from .base import Optimizer, Slices
+from .base import Clip, Optimizer, Slices
 from .int8_state import BLOCK, SCALES, Place, decode, dice, encode, num_blocks, seed_of, zero_codes
 from .whole_matrices import WholeMatrices
 
@@ -84,17 +85,38 @@ class LocalOptimizer:
                 made[name] = tuple(torch.zeros_like(tensor, dtype=dtype) for _ in range(num))
         return made
 
+    def fuses(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
+        """Tell whether `step` can clip: whether the optimizer has a fused update for each of the pieces."""
+        if self.quantised or not grads:
+            return False
+        pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in grads.items())
+        return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
+
     @torch.no_grad()
-    def step(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
-        """Update the stored pieces of the parameters that have gradients."""
+    def step(
+        self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, clip: Clip | None = None
+    ) -> None:
+        """Update the stored pieces of the parameters that have gradients. `clip`: in one pass that also clips them."""
         whole = self.options.needs_whole_matrix  # a rank with an empty piece takes part in gathering
         stored = {name: t for name, t in stored.items() if name in grads and (whole or t.numel())}
         self.make_state(stored)
-        if self._updated != [*stored]:
-            self._updated, self._parts = [*stored], list(self._divided(stored))
-        for part in self._parts:
-            self._update(part, stored, grads, lr)
+        if clip is not None:
+            self._step_fused(stored, grads, lr, clip)
+        else:
+            if self._updated != [*stored]:
+                self._updated, self._parts = [*stored], list(self._divided(stored))
+            for part in self._parts:
+                self._update(part, stored, grads, lr)
         self.steps += 1
+
+    def _step_fused(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, clip: Clip) -> None:
+        """Queue the updates of all pieces; only then wait, and raise if they have written nothing."""
+        for decays in (True, False):
+            names = [name for name in stored if (name in self.decayed) == decays]
+            state = tuple([self.state[name][at] for name in names] for at in range(len(self.options.state_names)))
+            slices = Slices(names, [stored[name] for name in names], [grads[name] for name in names], state)
+            self.options.fused_update(slices, clip, lr=lr, step=self.steps + 1, decays=decays)
+        clip.finite()
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
         """Divide parameters into parts, first those with weight decay: one call of a fused kernel has one decay."""

@@ -47,6 +47,7 @@ from ..sharding import (
     place,
 )
 from . import context, expert, fsdp, recompute, tensor, vision_encoder
+from .compiled import with_compiled
 from .fp8_gather import Fp8Gather
 from .fsdp import reset_after_forward
 from .gradient_sums import finish

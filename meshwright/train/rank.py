@@ -93,7 +93,7 @@ def leave_with(parent: int) -> None:
 
 
 def _one_log() -> None:
-    """Write stdout line by line, and prefix what our logger writes to stderr.
+    """Write stdout line by line, and what our logger says to stderr: warnings with a prefix.
 
     Both streams go to the same file; a buffered stdout would appear in it too late, out of order.
     """
@@ -101,13 +101,17 @@ def _one_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Prefixed())
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 class _Prefixed(logging.Formatter):
-    """Prefix every line, so that the launcher shows a message of several lines as a whole."""
+    """Prefix every line of a warning, so that the launcher shows a message of several lines as a whole. What is less
+    than a warning stays in the log.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(PREFIX + line for line in super().format(record).splitlines())
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else "\n".join(PREFIX + line for line in text.splitlines())
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -27,6 +27,7 @@ from ..engine import (
 from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
+from ..mesh.memory_limits import expand_segments
 from ..plan.devices import peak_of
 from ..plan.step_time import flops_of
 from ..weights import path_of
@@ -68,6 +69,7 @@ class Trainer:
             )
         check_sinks(config)
         be_deterministic(config.train.deterministic)
+        expand_segments(os.environ)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
         self._lock = _lock_of(self.out, mesh)  # before anything else touches OUT

@@ -81,8 +81,8 @@ def _update_lost() -> None:
     """Update a copy of the first parameter, as an optimizer does that was built before the model was sharded."""
     real = LocalOptimizer.step
 
-    def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
-        real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr)
+    def step(self: Any, stored: Any, grads: Any, lr: float, clip: Any = None) -> None:
+        real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr, clip)
 
     LocalOptimizer.step = step  # type: ignore[method-assign]
 

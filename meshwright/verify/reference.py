@@ -60,6 +60,11 @@ _SMOKE = Tolerance(0.6, 2e-2, 1.0)
 FP8_TOLERANCES = {**TOLERANCES, torch.float32: _SMOKE, torch.bfloat16: _SMOKE}
 
 
+def uncompiled(recipe: Recipe) -> Recipe:
+    """Leave layers uncompiled unless `compiled` is set: compiling them takes minutes for each model."""
+    return replace(recipe, memory=replace(recipe.memory, compiled=recipe.memory.compiled or False))
+
+
 @dataclass(frozen=True)
 class Trial:
     """Everything that defines a run: the same on one process and on the mesh, up to the mesh and its options.
@@ -128,8 +133,8 @@ class Trial:
     def engine(self, mesh: Mesh) -> Engine:
         """Load the model on a mesh and return its engine."""
         return Engine(
-            load(self.source, mesh, **vars(self.recipe)), lr=lr_of_trial, loss=self.loss, optimizer=self.optimizer,
-            max_norm=MAX_NORM, router_aux=self.router_aux,
+            load(self.source, mesh, **vars(uncompiled(self.recipe))), lr=lr_of_trial, loss=self.loss,
+            optimizer=self.optimizer, max_norm=MAX_NORM, router_aux=self.router_aux,
         )  # fmt: skip
 
     def new_weights(self, mesh: Mesh) -> dict[str, Tensor]:

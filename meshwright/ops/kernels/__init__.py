@@ -52,13 +52,18 @@ def fastest(
     random normal tensors, for documents of these `lengths`, into valid inputs of the op. The first call for a device,
     dtype and head size runs the comparison, and waits for the device. Only bfloat16 and float16: in float32 such
     kernels multiply in TF32, which is a thousand times coarser.
+
+    Nothing is tried inside a backward, which a recomputed layer runs in: the comparison runs a backward of its own on
+    the same device, and autograd has one thread for each, which waits for this call.
     """
     if kind_of(inputs[0].device) in SLOW or inputs[0].dtype not in NARROW:
         return plain
     if inputs[0].device.type == "meta":
         return planned or plain
-    key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
+    key = (kernel, inputs[0].device, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
+        if torch._C._current_graph_task_id() != -1:
+            return plain
         _agreed[key] = in_own_thread(lambda: agrees(kernel, plain, inputs, prepare, lengths), inputs[0].device)
     return kernel if _agreed[key] else plain
 

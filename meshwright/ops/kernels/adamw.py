@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 1024  # elements that a program updates
 _NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["norm"])
 def _adamw(
     weight, grad, mean, square, copy, norm, size, max_norm, lr, kept, beta1, rest1, beta2, rest2, correction1,
     correction2, eps, COPIES: tl.constexpr, B: tl.constexpr,
@@ -75,11 +77,12 @@ def update(part: Slice, norm: Tensor, numbers: Update) -> None:
     """
     (beta1, beta2), lr, size = numbers.betas, float(numbers.lr), part.weight.numel()
     if size:
-        _adamw[(triton.cdiv(size, _BLOCK),)](
-            part.weight, part.grad, part.mean, part.square, part.weight if part.copy is None else part.copy, norm, size,
-            float(numbers.max_norm), lr, 1 - lr * numbers.weight_decay, float(beta1), 1.0 - beta1, float(beta2),
-            1.0 - beta2, 1.0 - beta1**numbers.step, 1.0 - beta2**numbers.step, float(numbers.eps),
-            part.copy is not None, _BLOCK, num_warps=_NUM_WARPS,
+        launch(
+            _adamw, (triton.cdiv(size, _BLOCK),), part.weight, part.grad, part.mean, part.square,
+            part.weight if part.copy is None else part.copy, norm, size, float(numbers.max_norm), lr,
+            1 - lr * numbers.weight_decay, float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2,
+            1.0 - beta1**numbers.step, 1.0 - beta2**numbers.step, float(numbers.eps), part.copy is not None, _BLOCK,
+            num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from .delta_parts import (
 )
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions"])
 def output_gradients(
     q, k, g, positions, U, S, q_norm, k_norm, do, dU, dq, dk, dg, num, H, R, scale, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -83,7 +83,7 @@ def output_gradients(
     store_rows(dk + start * H * K + h * K, H * K, left, 0, dk_CK, K, C, KP)
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions", "bounds"])
 def state_gradients(
     q, k, g, positions, bounds, W, q_norm, k_norm, do, dU, dS, d_first, d_last, num, H, R, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -129,7 +129,7 @@ def state_gradients(
             tl.store(tile(d_first + h * KP * VP, VP, first, KP, BV), d_KV, mask=is_first & every)
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions"])
 def solved_gradients(  # noqa: PLR0915 - its tiles stay in registers from the first line to the last
     k, v, g, beta, positions, M, U, S, k_norm, dU, dS, dk, dv, dg, dbeta, num, H, R, k_stride, v_stride,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,

@@ -56,7 +56,7 @@ def inverse(A, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(powers, blocks, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions"])
 def prepare(
     q, k, v, g, beta, positions, M, U, W, q_norm, k_norm, num, H, R, scale, q_stride, k_stride, v_stride,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -90,7 +90,7 @@ def prepare(
         tl.store(tile(U + head * C * VP, VP, first, C, BV), u_CV.to(U.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions", "bounds"])
 def states(
     k, g, positions, bounds, U, W, k_norm, S, first_state, last_state, num, H, R, k_stride,
     K: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,7 +129,7 @@ def states(
             tl.store(tile(last_state + h * KP * VP, VP, first, KP, BV), state_KV, mask=is_last & every)
 
 
-@triton.jit(do_not_specialize=["num", "H", "R"])
+@triton.jit(do_not_specialize=["num", "H", "R"], do_not_specialize_on_alignment=["positions"])
 def outputs(
     q, k, g, positions, U, S, q_norm, k_norm, o, num, H, R, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,

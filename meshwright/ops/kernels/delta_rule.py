@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..documents import Documents
 from .delta_backward import output_gradients, solved_gradients, state_gradients
 from .delta_forward import outputs, prepare, states
+from .launch import dense, dense_rows, launch
 
 CHUNK = 64  # tokens
 BLOCK = 16  # rows of the chunk's triangular system that are solved one after the other; CHUNK is 4 of them
@@ -100,7 +101,7 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         *saved, positions_T, bounds = ctx.saved_tensors
         stream, operands = Stream(positions_T, bounds, ctx.num_documents), Operands.of(*saved[:5])
-        return *operands.gradients(stream, Solved(*saved[5:]), do.contiguous(), None, ctx.has_state), None
+        return *operands.gradients(stream, Solved(*saved[5:]), dense(do), None, ctx.has_state), None
 
 
 class _LastState(torch.autograd.Function):
@@ -136,7 +137,7 @@ class Solved(NamedTuple):
 
 @dataclass(frozen=True)
 class Operands:
-    """Inputs as the kernels read them: rows at any distance, each of them contiguous."""
+    """Inputs as the kernels read them: rows at a regular distance, each of them contiguous."""
 
     q: Tensor
     k: Tensor
@@ -147,8 +148,7 @@ class Operands:
     @staticmethod
     def of(*inputs: Tensor) -> Operands:
         q, k, v, g, beta = inputs
-        q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
-        return Operands(q, k, v, g.contiguous(), beta.contiguous())
+        return Operands(dense_rows(q), dense_rows(k), dense_rows(v), dense(g), dense(beta))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.g, self.beta
@@ -186,7 +186,8 @@ class Operands:
         (KP, VP), chunks = self.padded, (self.num_chunks, self.num_heads)
         M, U, W = (self.v.new_empty(*chunks, CHUNK, width) for width in (CHUNK, VP, KP))
         q_norm, k_norm = (self.v.new_empty(*chunks, CHUNK, dtype=torch.float32) for _ in range(2))
-        prepare[chunks](*self.tensors(), stream.positions_T, M, U, W, q_norm, k_norm, **self.sizes(prepare))
+        buffers = (M, U, W, q_norm, k_norm)
+        launch(prepare, chunks, *self.tensors(), stream.positions_T, *buffers, **self.sizes(prepare))
         return Solved(M, U, W, self.v.new_empty(*chunks, KP, VP), q_norm, k_norm)
 
     def scan(self, stream: Stream, solved: Solved, state: Tensor | None, last: bool) -> Tensor:
@@ -194,7 +195,8 @@ class Operands:
         sizes, H = self.sizes(states), self.num_heads
         first_state = solved.k_norm if state is None else self._padded_state(state)
         last_state = self.v.new_empty(H if last else 0, *self.padded, dtype=torch.float32)
-        states[stream.num_documents, H, self.padded[1] // sizes["BV"]](
+        launch(
+            states, (stream.num_documents, H, self.padded[1] // sizes["BV"]),
             self.k, self.g, stream.positions_T, stream.bounds, solved.U, solved.W, solved.k_norm, solved.S,
             first_state, last_state, FIRST=state is not None, LAST=last, **sizes,
         )  # fmt: skip
@@ -203,9 +205,10 @@ class Operands:
     def outputs(self, stream: Stream, solved: Solved) -> Tensor:
         """Compute the outputs."""
         sizes, o = self.sizes(outputs), self.v.new_empty(self.v.shape)
-        outputs[self.num_chunks, self.num_heads, self.padded[1] // sizes["BV"]](
-            self.q, self.k, self.g, stream.positions_T, solved.U, solved.S, solved.q_norm, solved.k_norm, o, **sizes
-        )
+        launch(
+            outputs, (self.num_chunks, self.num_heads, self.padded[1] // sizes["BV"]),
+            self.q, self.k, self.g, stream.positions_T, solved.U, solved.S, solved.q_norm, solved.k_norm, o, **sizes,
+        )  # fmt: skip
         return o
 
     def gradients(
@@ -218,7 +221,8 @@ class Operands:
         dq = None if do is None else self._output_gradients(stream, solved, do, (dU, dk, dg))
         dS, d_state = self._state_gradients(stream, solved, do, dU, d_last, has_state)
         dv, dbeta = self.v.new_empty(self.v.shape), torch.empty_like(dg)
-        solved_gradients[self.num_chunks, self.num_heads](
+        launch(
+            solved_gradients, (self.num_chunks, self.num_heads),
             self.k, self.v, self.g, self.beta, stream.positions_T, solved.M, solved.U, solved.S, solved.k_norm, dU, dS,
             dk, dv, dg, dbeta, **self.sizes(solved_gradients),
         )  # fmt: skip
@@ -230,7 +234,8 @@ class Operands:
         """Return dq and fill the shares of du, dk and dg."""
         dU, dk, dg = shares
         dq = torch.empty_like(dk, dtype=torch.float32 if self.v.shape[2] > 1 else self.q.dtype)
-        output_gradients[self.num_chunks, self.num_heads](
+        launch(
+            output_gradients, (self.num_chunks, self.num_heads),
             self.q, self.k, self.g, stream.positions_T, solved.U, solved.S, solved.q_norm, solved.k_norm, do, dU,
             dq, dk, dg, **self.sizes(output_gradients),
         )  # fmt: skip
@@ -242,7 +247,8 @@ class Operands:
         """Complete du; return dS and the gradient of the state before the rows."""
         sizes, H, dS = self.sizes(state_gradients), self.num_heads, torch.empty_like(solved.S)
         d_first = self.v.new_zeros(H if has_state else 0, *self.padded, dtype=torch.float32)
-        state_gradients[stream.num_documents, H, self.padded[1] // sizes["BV"]](
+        launch(
+            state_gradients, (stream.num_documents, H, self.padded[1] // sizes["BV"]),
             self.q, self.k, self.g, stream.positions_T, stream.bounds, solved.W, solved.q_norm, solved.k_norm,
             self.v if do is None else do, dU, dS, d_first,
             solved.k_norm if d_last is None else self._padded_state(d_last),

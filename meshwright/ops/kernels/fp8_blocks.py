@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import dense_rows, launch
+
 _SIDE = 128  # of a block
 _ROWS = 32  # rows of activations that a program takes
 _ROW_WARPS, _MATRIX_WARPS = 4, 8
@@ -53,11 +55,11 @@ def _code(x, scale):
     return _e4m3(tl.where(x < -448.0, -448.0, x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_out"])
 def _quantise_rows(x, codes, scales, M, num_out, stride_m, stride_k, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """Quantise rows of 128 columns. Rows from M to `num_out` are zeros; scales lie by column, as `scaled_mm` wants."""
     row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    col = block * SIDE + tl.arange(0, SIDE)
+    col = block.to(tl.int64) * SIDE + tl.arange(0, SIDE)
     K = tl.num_programs(1) * SIDE
     wide = tl.load(x + row[:, None] * stride_m + col[None, :] * stride_k, mask=(row < M)[:, None], other=0.0)
     wide = wide.to(tl.float32)
@@ -92,26 +94,34 @@ def quantised_rows(x_MK: Tensor, num_padding: int = 0) -> tuple[Tensor, Tensor]:
 
     -> codes [M + padding, K], scales [M + padding, K / 128], which lie by column
     """
-    num_rows, width = x_MK.shape
+    x_MK, (num_rows, width) = _as_tried(x_MK), x_MK.shape
     num_out = num_rows + num_padding
     codes = x_MK.new_empty(num_out, width, dtype=torch.uint8)
     scales = x_MK.new_empty(width // _SIDE, num_out, dtype=torch.float32)
     if num_out:
-        _quantise_rows[(triton.cdiv(num_out, _ROWS), width // _SIDE)](
-            x_MK, codes, scales, num_rows, num_out, *x_MK.stride(), _ROWS, _SIDE, num_warps=_ROW_WARPS
-        )
+        launch(
+            _quantise_rows, (triton.cdiv(num_out, _ROWS), width // _SIDE),
+            x_MK, codes, scales, num_rows, num_out, *x_MK.stride(), _ROWS, _SIDE, num_warps=_ROW_WARPS,
+        )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales.t()
 
 
 def quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a weight, or the transpose of one. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
-    num_rows, width = weight_NK.shape
+    weight_NK, (num_rows, width) = _as_tried(weight_NK), weight_NK.shape
     codes = torch.empty(num_rows, width, dtype=torch.uint8, device=weight_NK.device)
     scales = weight_NK.new_empty(num_rows // _SIDE, width // _SIDE, dtype=torch.float32)
-    _quantise_blocks[scales.shape](
-        weight_NK, codes, scales, *weight_NK.stride(), weight_NK.stride(0) == 1, _SIDE, num_warps=_MATRIX_WARPS
-    )
+    launch(
+        _quantise_blocks, (*scales.shape,),
+        weight_NK, codes, scales, *weight_NK.stride(), weight_NK.stride(0) == 1, _SIDE, num_warps=_MATRIX_WARPS,
+    )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
+
+
+def _as_tried(x_MK: Tensor) -> Tensor:
+    """Return x, or a dense copy where neither its rows nor its columns lie as in the trial."""
+    by_column = x_MK.stride(0) == 1 < len(x_MK) and x_MK.stride(1) % 16 == x_MK.data_ptr() % 16 == 0
+    return x_MK if by_column else dense_rows(x_MK)
 
 
 # What tests/test_kernels_compile.py compiles, without a device: kernel, types of its arguments, constants, options.

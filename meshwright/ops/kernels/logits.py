@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 8192  # logits that a program holds in registers
 _NUM_WARPS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels", "stats"])
 def _token_stats(logits, labels, stats, V, stride, ENTROPY: tl.constexpr, B: tl.constexpr):
     """Write logsumexp, the label's logit, and sum of p (log p) of one row.
 
@@ -57,7 +59,7 @@ def _token_stats(logits, labels, stats, V, stride, ENTROPY: tl.constexpr, B: tl.
         tl.store(stats + t * 3 + 2, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels", "stats", "d_stats"])
 def _logit_gradients(logits, labels, stats, d_stats, V, stride, ENTROPY: tl.constexpr, B: tl.constexpr):
     """Overwrite logits with p * (d_lse + d_neg_entropy * (log p - neg_entropy)), plus d_target at the label."""
     t, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
@@ -76,9 +78,9 @@ def token_stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
     num_tokens, num_words = logits_TV.shape
     stats_T3 = logits_TV.new_empty(num_tokens, 3, dtype=torch.float32)
     if num_tokens:
-        _token_stats[(num_tokens,)](
-            logits_TV, labels_T.contiguous(), stats_T3, num_words, logits_TV.stride(0), entropy, _BLOCK,
-            num_warps=_NUM_WARPS,
+        launch(
+            _token_stats, (num_tokens,), logits_TV, labels_T.contiguous(), stats_T3, num_words, logits_TV.stride(0),
+            entropy, _BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return stats_T3
 
@@ -87,9 +89,10 @@ def overwrite_with_gradient(logits_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, l
     """Overwrite logits with their gradient, from their stats and the gradient of the stats."""
     num_tokens, num_words = logits_TV.shape
     if num_tokens:
-        _logit_gradients[(num_tokens, triton.cdiv(num_words, _BLOCK))](
-            logits_TV, labels_T.contiguous(), stats_T3.contiguous(), d_T3.contiguous(), num_words, logits_TV.stride(0),
-            entropy, _BLOCK, num_warps=_NUM_WARPS,
+        launch(
+            _logit_gradients, (num_tokens, triton.cdiv(num_words, _BLOCK)), logits_TV, labels_T.contiguous(),
+            stats_T3.contiguous(), d_T3.contiguous(), num_words, logits_TV.stride(0), entropy, _BLOCK,
+            num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 

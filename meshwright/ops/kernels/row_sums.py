@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import dense_rows, launch
+
 _BLOCK = 1024  # columns that a program sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["at"])
 def _sum_rows(y, at, sums, D, stride, NUM: tl.constexpr, B: tl.constexpr):
     """Sum in the order of `at`, in float32, and round once: the same bits in every run."""
     t, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
@@ -28,13 +30,14 @@ def _sum_rows(y, at, sums, D, stride, NUM: tl.constexpr, B: tl.constexpr):
 
 def sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
     """Sum `num` rows a token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
-    y_ND = y_ND if y_ND.stride(1) == 1 else y_ND.contiguous()
+    y_ND = dense_rows(y_ND)
     num_tokens, width = len(at_N) // num, y_ND.shape[1]
     sums_TD = y_ND.new_empty(num_tokens, width)
     if sums_TD.numel():
-        _sum_rows[(num_tokens, triton.cdiv(width, _BLOCK))](
-            y_ND, at_N.contiguous(), sums_TD, width, y_ND.stride(0), num, _BLOCK
-        )
+        launch(
+            _sum_rows, (num_tokens, triton.cdiv(width, _BLOCK)),
+            y_ND, at_N.contiguous(), sums_TD, width, y_ND.stride(0), num, _BLOCK,
+        )  # fmt: skip
     return sums_TD
 
 

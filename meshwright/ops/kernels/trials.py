@@ -24,7 +24,8 @@ def agrees(kernel: str, kind: Hashable, device: torch.device, trial: Trial, most
     """Tell whether a kernel may run on a device: whether both results of `trial` agree there, compared once a kind.
 
     `trial` returns what the kernel computes and what its formula does. `most` bounds how far each tensor may be off,
-    relative to its norm; 0.0 demands equal bits. `kind`: what the kernel is compiled for. Waits for the device.
+    relative to its norm; 0.0 demands equal bits. `kind`: what the kernel is compiled for, where `launch` does not see
+    to it. Waits for the device. It may be called in a backward, so `trial` runs no autograd.
 
     A layer that is compiled as a whole keeps the formula, which the compiler fuses.
     """

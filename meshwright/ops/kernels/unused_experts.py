@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 8192  # elements that a program writes
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["counts"])
 def _zero_unused(d, counts, size, B: tl.constexpr):
-    expert = tl.program_id(0).to(tl.int64)
+    expert = tl.program_id(1).to(tl.int64)  # the second dim of a grid has at most 65,535
     if tl.load(counts + expert) == 0:
-        at = tl.program_id(1).to(tl.int64) * B + tl.arange(0, B)
+        at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
         tl.store(d + expert * size + at, tl.zeros([B], d.dtype.element_ty), mask=at < size)
 
 
@@ -27,7 +29,7 @@ def zero_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """Zero the gradients of experts without rows, in place. `d` is contiguous."""
     size = d_EOI[0].numel() if len(d_EOI) else 0
     if size:
-        _zero_unused[(len(d_EOI), triton.cdiv(size, _BLOCK))](d_EOI, counts_E.contiguous(), size, _BLOCK)
+        launch(_zero_unused, (triton.cdiv(size, _BLOCK), len(d_EOI)), d_EOI, counts_E.contiguous(), size, _BLOCK)
     return d_EOI
 
 

@@ -1,0 +1,77 @@
+"""Compile layers with torch.compile, and decide whether to where the user has left it open."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..log import logger
+from ..models import Decoder, Layer
+from ..ops.kernels import SLOW
+from ..recipe import LATE, Recipe
+
+# Inductor's option to divide as torch does, not approximately: scales of FP8 blocks are then equal to the bit. Its name
+# since torch 2.11 or later, and the one before.
+_DIVISION = ("eager_numerics.division_rounding", "emulate_divison_rounding")
+
+
+def compile_layer(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile the forward of a layer, for each number of tokens."""
+    known = torch._inductor.list_options()
+    return torch.compile(run, dynamic=False, options={name: True for name in _DIVISION if name in known})
+
+
+def with_compiled(recipe: Recipe, model: Decoder, device: torch.device) -> Recipe:
+    """Return the recipe with `compiled` decided: on an accelerator, unless something forbids it."""
+    memory = recipe.memory
+    if memory.compiled is not None:
+        return recipe
+    if device.type in SLOW:
+        return replace(recipe, memory=replace(memory, compiled=False))
+    reason = _forbidden(recipe, model)
+    failure = "" if reason else _failure(device)
+    if failure:
+        logger.warning("layers are not compiled, and run slower: %s", failure)
+    elif reason:
+        logger.info("layers are not compiled: %s", reason)
+    else:
+        logger.info("layers are compiled, which takes minutes in the first step; compiled=False leaves it")
+    return replace(recipe, memory=replace(memory, compiled=not (reason or failure)))
+
+
+def _forbidden(recipe: Recipe, model: Decoder) -> str:
+    """Return what forbids that layers are compiled; empty if nothing does."""
+    if recipe.memory.recompute == "selective":
+        return 'recompute="selective" chooses among the operations of a layer'
+    if recipe.pipeline.schedule in LATE:
+        return f"schedule={recipe.pipeline.schedule!r} splits backward in two"
+    if recipe.dtype == torch.float64:
+        return "dtype=torch.float64 is for proofs"
+    if recipe.fp8 is not None:
+        return f"fp8={recipe.fp8!r} gathers codes, and compiled layers gather values"
+    others = [type(layer).__name__ for layer in model.layers.values() if not isinstance(layer, Layer)]
+    if others:
+        return f"{others[0]} is not a subclass of models.decoder.Layer"
+    if sys.version_info[:3] == (3, 13, 0):
+        return "Python 3.13.0 crashes in compiled layers; 3.13.1 does not"
+    return ""
+
+
+def _failure(device: torch.device) -> str:
+    """Compile a small function, and return how it fails: without Triton or a C compiler, or on an old GPU."""
+
+    def square(x: Tensor) -> Tensor:
+        return x * x + 1
+
+    x = torch.linspace(-2, 2, 64, device=device)
+    try:
+        right = torch.allclose(torch.compile(square)(x), square(x))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, layers run without it
+        return f"torch.compile fails here ({error!s:.300})"
+    return "" if right else "torch.compile computes something else here"
