@@ -22,6 +22,7 @@ from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import ConfigError
 from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
 from meshwright.plan.mesh_checks import RANKS_A_CORE, smaller
+from meshwright.plan.step_time import flops_of
 from meshwright.plan.tables import identical_params, parameter_lines
 from meshwright.plan.wording import counted, large, nominal, size
 from meshwright.sharding import Param, piece
@@ -101,7 +102,18 @@ def test_figures_of_published_models(
     ("config", "parameters"), [(QWEN3_30B_A3B, 30_532_122_624), (QWEN3_NEXT, 79_674_391_296)], ids=["30B", "80B"]
 )
 def test_published_numbers_of_parameters(config: dict[str, Any], parameters: int) -> None:
-    assert figures_of(config, fsdp=64, ep=8).num_parameters == parameters
+    figures = figures_of(config, fsdp=64, ep=8)
+    assert figures.num_parameters == parameters
+    flops = flops_of(figures.blueprint, figures.trained).per_token
+    active = 6 * (parameters - _unused(config))
+    assert active < flops < 1.2 * active, "6 operations a parameter that a token meets, and those of delta rules"
+
+
+def _unused(config: dict[str, Any]) -> int:
+    """Count the parameters that a token is not multiplied with: the embedding, and all but its own experts."""
+    idle = config["num_experts"] - config["num_experts_per_tok"]
+    experts = config["num_hidden_layers"] * idle * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    return experts + config["vocab_size"] * config["hidden_size"]
 
 
 ODD_MESHES = [

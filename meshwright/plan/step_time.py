@@ -357,11 +357,10 @@ def _of_matrix(param: Param, share: float, trained: Set[str]) -> float:
 
 
 def _delta_nets(table: Table) -> Iterator[tuple[Param, int]]:
-    """Yield the projection to queries, keys and values of each delta net, and the width of the values per key head."""
+    """Yield the convolution of each delta net, over queries, keys and values, and the width of a key head's values."""
     for param in table:
-        if "chan" in param.rows and "embed" in param.cols:
-            out = param.name.replace("qkv.weight", "out.weight")
-            yield param, table[out].cols["value"]
+        if "chan" in param.rows and "tap" in param.cols:
+            yield param, table[param.name.replace("conv.weight", "out.weight")].cols["value"]
 
 
 def _of_delta_rule(rows: Mapping[str, int], values: int) -> float:
