@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import CheckpointError, ConfigError, ExportError
+from ..models import family_of
 from ..optim import SCALES
 from ..sharding import Param, Table
 from ..watch import names_lost_ranks
@@ -96,7 +97,8 @@ def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: 
         )
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is not a path; give the directory to write")
-    chosen = layout or ("per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused")
+    of_source = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
+    chosen = layout or family_of(model.config).served or of_source
     if chosen not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
     path = weights.path_of(directory).absolute()
@@ -125,8 +127,9 @@ def export_adapter(
 ) -> None:
     """Write the adapters as a PEFT directory: `adapter_config.json` and `adapter_model.safetensors`. All ranks call it.
 
-    `layout` of routed experts: "fused", as PEFT has them for models of transformers 5, or "per-expert", which vLLM
-    reads for Qwen3-MoE. By default as the source has its experts. It appears whole or not at all.
+    `layout` of routed experts: "fused", as PEFT has them for models of transformers 5, or "per-expert", one A and B for
+    each expert and matrix. By default what vLLM reads for the family, and for other families as the source has them;
+    docs/lora.md says which server reads what. The directory appears whole or not at all.
     """
     path, chosen = _agreed(model, "export_adapter", directory, layout)
     factors = factors_on_rank_0(model)
@@ -158,7 +161,7 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
         of_pair = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
         nested = stacks.count(pair.module.rpartition(".")[0]) > 1
         tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, of_pair, layout, nested)}
-    config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""))
+    config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""), plain=_plain_modules(model))
     (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     # Tensors that share memory would be refused: gate and up of an expert have one A.
     own = {key: tensor.clone() for key, tensor in tensors.items()}
@@ -167,6 +170,13 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     (folder / peft_files.WEIGHTS_FILE).chmod((folder / peft_files.CONFIG_FILE).stat().st_mode & 0o777)
     for file in folder.iterdir():
         weights.to_disk(file)
+
+
+def _plain_modules(model: Model) -> list[str]:
+    """Return the modules without adapters, by each name that files may have for them."""
+    adapted = _pairs_by_base(model)
+    plain = [param for param in model.table if not param.adapter and param.name not in adapted]
+    return [key.removesuffix(".weight") for param in plain for layout in param.layouts for key in layout.keys]
 
 
 def saved_part(model: Model, table: Table) -> tuple[Table, weights.KeyMap]:

@@ -33,15 +33,17 @@ class Family:
     prefixes: tuple[str, ...] = ("model.", "")  # of the text model's keys; base models are saved without any
     carried: tuple[str, ...] = ()  # keys that are copied to exports but not trained (multi-token prediction, tower)
     classifier: str = ""  # transformers' sequence classifier class, if it has one
+    served: str = ""  # layout in which vLLM reads adapters of its routed experts; by default that of the source
 
 
 _PREFIXES, _CARRIED = ("model.", "", "model.language_model."), ("mtp.*", "model.visual.*")
 FAMILIES = {
     "qwen2": Family(qwen2.build, classifier="Qwen2ForSequenceClassification"),
     "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),
-    "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification"),
+    "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification", served="per-expert"),
     "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
-    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # transformers 5.23 has no classifier
+    # transformers 5.23 has no classifier
+    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED, served="fused"),
     "qwen3_next": Family(qwen3_next.build, carried=("mtp.*",), classifier="Qwen3NextForSequenceClassification"),
     "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
     "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
