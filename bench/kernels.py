@@ -4,6 +4,9 @@
     python -m bench.kernels --tune        # and every launch of `CHOICES`, compared before it is timed
     python -m bench.kernels --rehearse    # on a CPU: tiny sizes in Triton's interpreter, in float16; times mean nothing
 
+First the ops and products of bench/ops.py, then the gated delta rule, the only kernel with launches to choose. On a CPU
+the gates choose the formulas of all others, which tests/test_kernels_*.py interpret.
+
 Distances are from the formula in float64, as shares of the norm: output, then each gradient. Milliseconds are medians,
 and MB what is kept between forward and backward beside the inputs. A launch is compared first because a compiler may
 get one of them wrong and all others right: flash-linear-attention, issue 984, on Hopper.
@@ -13,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 if "--rehearse" in sys.argv:  # whoever imports Triton first decides it for the process, and torch does
@@ -26,6 +29,9 @@ if "--rehearse" in sys.argv:  # whoever imports Triton first decides it for the 
 import torch
 from torch import Tensor
 
+from bench import ops
+from bench.gpu import Device, provenance
+from bench.machine import fla_runs, version_of
 from meshwright.ops import delta, documents
 from meshwright.ops.documents import Documents
 from meshwright.ops.kernels import TOLERANCE
@@ -77,12 +83,9 @@ def wide(streams: Sequence[Tensor], docs: Documents) -> list[Tensor]:
 
 
 def sides() -> dict[str, Op]:
-    return {
-        "ours": delta._triton_delta_rule,
-        "ours, in two parts": delta._triton_delta_rule_in_parts,
-        "flash-linear-attention": delta._fla,
-        "formula": delta.chunked,
-    }
+    ours = {"ours": delta._triton_delta_rule, "ours, in two parts": delta._triton_delta_rule_in_parts}
+    others = {"flash-linear-attention": delta._fla} if fla_runs() else {}
+    return {**ours, **others, "formula": delta.chunked}
 
 
 def tried(op: Op, *arguments: object) -> list[Tensor] | None:
@@ -171,6 +174,14 @@ def tuned(case: tuple[Sequence[int], int, int, int], device: str) -> None:
     print("TUNED =", {kernel.__name__: tuple(launch) for kernel, launch in kernels.TUNED.items()})
 
 
+def fenced(table: Callable[..., None], *arguments: object) -> None:
+    """Print a table. One that fails is a line, and stops no other."""
+    try:
+        table(*arguments)
+    except Exception as error:  # noqa: BLE001 - any failure
+        print(f"failed: {table.__name__}: {type(error).__name__} {error}", flush=True)
+
+
 def shortened(lengths: Sequence[int]) -> str:
     return f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else "+".join(map(str, lengths))
 
@@ -181,10 +192,13 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, in the interpreter")
     options = parser.parse_args()
     device = "cpu" if options.rehearse else "cuda"
-    import triton
-
-    name = platform.processor() if options.rehearse else torch.cuda.get_device_name()
-    print(name, f"torch {torch.__version__}", f"triton {triton.__version__}", sep=", ", flush=True)
+    on = Device(device)
+    print(provenance(on), flush=True)
+    for table in (ops.compared, ops.products):
+        fenced(table, on, partial(milliseconds, kind=device))
+    if not version_of("triton"):
+        print("triton is not installed: the delta rule is left out, and the tests of kernels are skipped")
+        return
     compared(REHEARSED if options.rehearse else COMPARED, device)
     timed(REHEARSED if options.rehearse else TIMED, device)
     if options.tune:

@@ -12,11 +12,18 @@ from packaging.requirements import Requirement
 def versions() -> dict[str, str]:
     """Return the installed version of meshwright, torch, Python, transformers, safetensors and numpy."""
     return {
-        "meshwright": version("meshwright"),
+        "meshwright": _own_version(),
         "torch": version("torch"),  # with its build tag, such as +cpu
         "Python": platform.python_version(),
         **{name: version(name) for name in ("transformers", "safetensors", "numpy")},
     }
+
+
+def _own_version() -> str:
+    try:
+        return version("meshwright")
+    except PackageNotFoundError:  # of a clone on PYTHONPATH; the package itself is a storey above this module
+        return "not installed"
 
 
 def untried() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 from packaging.requirements import Requirement
 
@@ -24,3 +26,13 @@ def test_an_untried_version_is_named(torch: str, outside: bool, monkeypatch: pyt
     monkeypatch.setattr(provenance, "version", {"torch": torch, "numpy": "2.4.6"}.__getitem__)
     assert provenance.untried().startswith(f"not tested with torch {torch} (tested: <2.16,>=2.11)") == outside
     assert bool(provenance.untried()) == outside
+
+
+def test_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "meshwright":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(provenance, "version", version)
+    assert provenance.origin("meshwright plan")["meshwright"] == "not installed"

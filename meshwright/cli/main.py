@@ -44,6 +44,7 @@ VERIFY_EXAMPLES = """examples:
   meshwright verify tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8        the same, without a model at hand
   meshwright verify tiny-qwen3-moe --mesh fsdp=2,ep=2 --recompute full --token-once    memory options
   meshwright verify my-critic --mesh fsdp=2 --head value --json
+  meshwright verify tiny-qwen3 --mesh fsdp=2 --device cuda --ranks-per-device 2    both ranks on one GPU, over NCCL
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    see an oracle fail
   meshwright verify --list
 """
@@ -290,6 +291,10 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="only load the real weights, and compare the bytes on every rank with the files",
     )  # fmt: skip
     verify.add_argument("--device", default="cpu", help="cpu (default), or a device type with one device for each rank")
+    verify.add_argument(
+        "--ranks-per-device", type=positive, default=1, metavar="N",
+        help="with --device cuda: up to N ranks share a GPU, over NCCL (default 1)",
+    )  # fmt: skip
     verify.add_argument("--seconds", type=float, default=600.0, help="time limit of one run (default 600)")
     verify.add_argument(
         "--against", default="transformers", choices=["transformers", "none"],
@@ -475,7 +480,7 @@ def _verify(options: argparse.Namespace) -> int:
     check_axes(vars(options), sizes)
     asked = verify.Options(
         recipe, options.dtypes.split(","), options.kind, options.device, options.seconds, options.against, options.seed,
-        options.plant, optimizer.state_dtype,
+        options.plant, optimizer.state_dtype, options.ranks_per_device,
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

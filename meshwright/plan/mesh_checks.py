@@ -18,9 +18,10 @@ import torch
 from .. import parallel
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..errors import ConfigError, LayoutError, MeshError
+from ..errors import ConfigError, LayoutError, MeshError, counted
 from ..memory.budget import Need, held_while_training
 from ..mesh import memory_of
+from ..mesh.shared_devices import can_be_shared
 from ..optim import AdamW, Optimizer, check_blocks
 from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, hops, place, program_of
 
@@ -28,22 +29,41 @@ RANKS_A_CORE = 16  # processes per CPU core, above which a run would take hours
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
 
 
-def check_devices(axes: Axes, device: str, model: str = "MODEL") -> None:
-    """Refuse a mesh with more ranks than this machine has devices, or than its CPU cores can serve."""
+def check_devices(axes: Axes, device: str, model: str = "MODEL", ranks_per_device: int = 1) -> None:
+    """Refuse a mesh with more ranks than this machine's devices may have, or than its CPU cores can serve."""
     try:
-        kind, cores = torch.device(device).type, os.cpu_count() or 1
+        wanted, cores = torch.device(device), os.cpu_count() or 1
     except RuntimeError as error:
         raise ConfigError(f"--device {device!r} is not a kind of device; choose cpu or cuda") from error
-    if kind == "cpu" and axes.world > RANKS_A_CORE * cores:
+    if ranks_per_device > 1 and not can_be_shared(wanted):
+        raise ConfigError(
+            f"--ranks-per-device {ranks_per_device} lets NCCL ranks share a GPU, which needs --device cuda; leave "
+            "the option out otherwise: CPU processes share the cores anyway"
+        )
+    if wanted.type == "cpu" and axes.world > RANKS_A_CORE * cores:
         raise MeshError(
             f"{axes} is {axes.world} processes for {cores} {'core' if cores == 1 else 'cores'}, which would take "
             f"hours; at most {RANKS_A_CORE * cores} are started on this machine. {_instead(axes, model)}"
         )
-    if kind != "cpu" and torch.accelerator.device_count() < axes.world:
-        num = torch.accelerator.device_count()
-        raise MeshError(
-            f"{axes} needs {axes.world} devices, this machine has {num}; leave out --device to use CPU processes"
-        )
+    if wanted.type != "cpu":
+        _check_accelerators(axes, wanted, ranks_per_device)
+
+
+def _check_accelerators(axes: Axes, wanted: torch.device, ranks_per_device: int) -> None:
+    """Refuse more ranks than the devices of this machine may have, each `ranks_per_device`; "cuda:0" is one device."""
+    has = torch.accelerator.device_count()
+    is_one = wanted != torch.device(wanted.type)
+    num, needed = min(1, has) if is_one else has, -(-axes.world // ranks_per_device)
+    if num >= needed:
+        return
+    each = f" of {ranks_per_device} ranks each" if ranks_per_device > 1 else ""
+    ways = ["leave out --device to use CPU processes"]
+    if num and can_be_shared(wanted):
+        ways.append(f"let ranks share a device: --ranks-per-device {-(-axes.world // num)}")
+    raise MeshError(
+        f"{axes} needs {counted(needed, 'device')}{each}, {'this machine' if num == has else f'--device {wanted}'} has "
+        f"{num}; {', or '.join(ways)}"
+    )
 
 
 def _instead(axes: Axes, model: str) -> str:

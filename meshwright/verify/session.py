@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from ..engine import export, init, load
 from ..errors import ConfigError, RankError, counted
 from ..log import quiet
 from ..mesh import Mesh
+from ..mesh.shared_devices import environment_of
 from ..models import text_config
 from ..ops.fp8_matmul import BLOCK
 from ..optim import AdamW
@@ -69,7 +71,7 @@ class Options:
 
     `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
     `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to
-    see an oracle catch it. `state_dtype`: of the optimizer state.
+    see an oracle catch it. `state_dtype`: of the optimizer state. `ranks_per_device`: how many ranks may share a GPU.
     """
 
     recipe: Recipe = Recipe()
@@ -81,6 +83,7 @@ class Options:
     seed: int = 0
     plant: str = ""
     state_dtype: torch.dtype | None = None
+    ranks_per_device: int = 1
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -90,6 +93,8 @@ class Options:
             raise ConfigError(f"dtype {unknown[0]!r} is unknown; choose from {', '.join(DTYPES)}")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"--seconds {self.seconds} must be above 0; the default is 600")
+        if type(self.ranks_per_device) is not int or self.ranks_per_device < 1:
+            raise ConfigError(f"--ranks-per-device {self.ranks_per_device!r} must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class RunResult:
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Validate a request: everything that can be refused is refused before any process starts."""
-    check_devices(axes, options.device, model)
+    check_devices(axes, options.device, model, options.ranks_per_device)
     if options.recipe.lora is not None:
         raise ConfigError(
             "verify does not train adapters (--lora) yet: its oracles expect every weight to have a gradient. "
@@ -353,6 +358,7 @@ def _stopped(num_ranks: int, error: RankError) -> Finding:
 def mesh_of(plan: Plan) -> Mesh:
     """Return the mesh of a plan, on a rank of it."""
     seconds = plan.options.seconds
+    os.environ.update(environment_of(int(os.environ["RANK"]), plan.options.ranks_per_device))
     # collectives time out sooner than the run, so that an error names the door; but with WEIGHTS a rank may wait for
     # the slowest reader
     timeout_s = seconds if plan.kind == WEIGHTS else min(seconds, 60.0)
