@@ -180,10 +180,13 @@ def _rows_operand(rows_MK: Tensor, num_padding: int, one_kernel: bool) -> tuple[
 
 def _matrix_operand(weight_NK: Matrix, one_kernel: bool) -> tuple[Tensor, Tensor]:
     """Quantise a weight, unless it came so. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
-    if one_kernel and not isinstance(weight_NK, Quantised | Blocks):
+    if one_kernel:
         from .kernels import fp8_blocks
 
-        return fp8_blocks.quantised_matrix(weight_NK)
+        if not isinstance(weight_NK, Quantised | Blocks):
+            return fp8_blocks.quantised_matrix(weight_NK)
+        if weight_NK.codes.mT.is_contiguous():  # as backward takes them
+            return fp8_blocks.turned(weight_NK.codes.mT).view(NUMBERS), weight_NK.scales
     codes, scales = _quantised_matrix(weight_NK)
     return codes.reshape(weight_NK.shape).contiguous(), scales[:, 0, :, 0]
 
@@ -199,7 +202,9 @@ def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]
     for into, one_kernel in zip(results, (True, False), strict=True):
         for dtype in (torch.bfloat16, torch.float32):
             x_MK = _numbers_of_every_kind().to(device, dtype)
-            operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT)]
+            codes, scales = _matrix_operand(x_MK[:, :128], one_kernel=False)
+            quantised = Blocks(codes.view(torch.uint8), scales)
+            operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT, quantised, quantised.mT)]
             operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]
             for codes, scales in operands:
                 bits = codes.view(torch.uint8)
