@@ -254,8 +254,11 @@ def test_plan_counts_one_byte_per_fp8_element() -> None:
 def num_quantised(source: Path, mesh: Mapping[str, int]) -> tuple[int, int, int]:
     """Return how often a step of two micro-batches quantises a weight, for matmuls to take and in a matmul, and how
     many weights there are."""
-    before, inside = list[object](), list[object]()
-    matrix, whole, plain = fp8_gather._Matrix._codes, fp8_gather._WholeMatrix.quantise, fp8_matmul.emulated
+    before, inside, plain = list[object](), list[object](), fp8_matmul.emulated
+
+    def noted(real: Callable[..., Any], of: object, *args: Any) -> Any:
+        before.append(of)
+        return real(of, *args)
 
     def counted(x: Tensor, weight: Any) -> Tensor:
         inside.extend([weight] if type(weight) is Tensor else [])
@@ -264,8 +267,9 @@ def num_quantised(source: Path, mesh: Mapping[str, int]) -> tuple[int, int, int]
     model = load(Case("qwen3_moe", mesh, saved="full"), source)
     engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(0)[:2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_gather._Matrix, "_codes", lambda of, *size: (before.append(of), matrix(of, *size))[1])
-        patch.setattr(fp8_gather._WholeMatrix, "quantise", lambda of: (before.append(of), whole(of))[1])
+        for kind, name in ((fp8_gather._Matrix, "_codes"), (fp8_gather._WholeMatrix, "quantise")):
+            real = getattr(kind, name)
+            patch.setattr(kind, name, lambda of, *args, real=real: noted(real, of, *args))
         patch.setattr(fp8_matmul, "emulated", counted)
         engine.step(batches)
     return len(before), len(inside), len(model.blueprint.spec.fp8)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
-from .fp8_matmul import fp8_linear
+from .fp8_matmul import Matrix, fp8_linear
 from .fp8_storage import Weight, join_weights, split_weights
 from .fp8_tensor import Blocks, Fp8
 from .kernels import uncompiled
@@ -284,13 +284,13 @@ class _LoopedLinear(torch.autograd.Function):
         return dx, d_weight_EOI, None, None
 
 
-def _matrix(weight_EOI: Weight, expert: int, x: Tensor, fp8: Fp8) -> Tensor | Blocks:
+def _matrix(weight_EOI: Weight, expert: int, x: Tensor, fp8: Fp8) -> Matrix:
     """Return the matrix of an expert, ready for a matmul with x: its blocks, if they were quantised before."""
     blocks_EOI = None if isinstance(fp8, bool) else fp8[0]
     return operand(weight_EOI[expert], x) if blocks_EOI is None else blocks_EOI[expert]
 
 
-def _matmul(rows: Tensor, weight_OI: Tensor | Blocks, fp8: Fp8) -> Tensor:
+def _matmul(rows: Tensor, weight_OI: Matrix, fp8: Fp8) -> Tensor:
     """Return rows @ weight.T."""
     if fp8 or isinstance(weight_OI, Blocks):
         return fp8_linear(rows, weight_OI)

@@ -204,7 +204,8 @@ def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]
             x_MK = _numbers_of_every_kind().to(device, dtype)
             codes, scales = _matrix_operand(x_MK[:, :128], one_kernel=False)
             quantised = Blocks(codes.view(torch.uint8), scales)
-            operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT, quantised, quantised.mT)]
+            matrices: list[Matrix] = [x_MK, x_MK.mT, quantised, quantised.mT]
+            operands = [_matrix_operand(matrix, one_kernel) for matrix in matrices]
             operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]
             for codes, scales in operands:
                 bits = codes.view(torch.uint8)

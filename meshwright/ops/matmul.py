@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
-from .fp8_matmul import concat_weights, fp8_linear
+from .fp8_matmul import Matrix, concat_weights, fp8_linear
 from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
 from .fp8_tensor import Blocks, Fp8, Quantised
 from .kernels import uncompiled
@@ -83,7 +83,7 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_deferring() else ()
         weight = _concatenated(weights, x, fp8)
-        if fp8:
+        if fp8 or isinstance(weight, Blocks):
             y = fp8_linear(x, weight)
             return (y if bias is None else y + bias).to(x.dtype)
         compute_dtype = matmul_dtype(x)
@@ -113,16 +113,20 @@ class _Linears(torch.autograd.Function):
         return dx, d_bias, None, *gradients()
 
 
-def _of_input(d: Tensor, weight: Tensor | Blocks, x: Tensor, fp8: Fp8) -> Tensor:
+def _of_input(d: Tensor, weight: Matrix, x: Tensor, fp8: Fp8) -> Tensor:
     """Return the gradient of the input."""
-    return (fp8_linear(d, weight.mT) if fp8 else d.to(weight.dtype) @ weight).to(x.dtype)
+    if fp8 or isinstance(weight, Blocks):
+        return fp8_linear(d, weight.mT).to(x.dtype)
+    return (d.to(weight.dtype) @ weight).to(x.dtype)
 
 
-def _concatenated(weights: Sequence[Weight], x: Tensor, fp8: Fp8) -> Tensor | Blocks:
+def _concatenated(weights: Sequence[Weight], x: Tensor, fp8: Fp8) -> Matrix:
     """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied.
 
     Blocks that were quantised before take the place of their weight.
     """
-    before = [None for _ in weights] if isinstance(fp8, bool) else fp8
-    operands = [operand(w, x) if blocks is None else blocks for w, blocks in zip(weights, before, strict=True)]
+    before: Sequence[Blocks | None] = [None for _ in weights] if isinstance(fp8, bool) else fp8
+    operands: list[Matrix] = [
+        operand(w, x) if blocks is None else blocks for w, blocks in zip(weights, before, strict=True)
+    ]
     return operands[0] if len(operands) == 1 else concat_weights(operands)
