@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.ops import fp8_matmul, matmul
+from meshwright.ops import Fp8, fp8_matmul, matmul
 from meshwright.ops.fp8_matmul import BLOCK, rounded_matrix, rounded_rows
 from meshwright.ops.fp8_tensor import Quantised
 from meshwright.parallel import fp8_gather
@@ -17,7 +17,7 @@ def sideways(patch: Patch) -> None:
     """Round gradients to 8 bits along their tokens."""
     real = matmul._of_input
 
-    def along_tokens(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    def along_tokens(d: Tensor, joined: fp8_matmul.Matrix, x: Tensor, fp8: Fp8) -> Tensor:
         turned = F.pad(d.flatten(0, -2).mT, (0, -d.flatten(0, -2).shape[0] % BLOCK))
         along = rounded_rows(turned).mT[: d.flatten(0, -2).shape[0]].view_as(d)
         return (along @ rounded_matrix(joined)).to(x.dtype) if fp8 else real(d, joined, x, fp8)
@@ -43,4 +43,5 @@ def scale_of_shard(patch: Patch) -> None:
         return torch.stack([half[: BLOCK // 2] for half in padded]).view_as(weight)
 
     patch.setattr(fp8_gather._WeightGroup, "find_scales", of_own_rows)
+    patch.setattr(fp8_gather, "_whole_matrices", lambda *_: ())  # so that matmuls quantise
     patch.setattr(fp8_matmul, "rounded_matrix", rounded)

@@ -25,6 +25,7 @@ from meshwright.cli import main
 from meshwright.errors import LayoutError
 from meshwright.ops import fp8_matmul, matmul
 from meshwright.ops.fp8_matmul import rounded_matrix
+from meshwright.parallel import fp8_gather
 from meshwright.recipe import Recipe
 from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
@@ -118,6 +119,7 @@ def multiplied(patch: pytest.MonkeyPatch) -> None:
         return ((wide * scales).clamp(-448, 448).to(numbers.dtype).to(wide.dtype) * scales).flatten(2).flatten(0, 1)
 
     patch.setattr(fp8_matmul, "rounded_matrix", rounded)
+    patch.setattr(fp8_gather, "_whole_matrices", lambda *_: ())  # so that matmuls quantise
 
 
 def not_rounded(patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,11 +24,11 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.engine.step_bill import engine_bill
 from meshwright.mesh import Mesh
-from meshwright.ops import Quantised, fp8_matmul
+from meshwright.ops import Blocks, Quantised, fp8_matmul
 from meshwright.parallel import fp8_gather
 from meshwright.plan.figures import Figures, work_of
 from meshwright.recipe import Recipe
-from meshwright.sharding import GATHERED, SCALES
+from meshwright.sharding import GATHERED, QUANTISED, SCALES
 from meshwright.verify import Recorder
 from meshwright.verify.fp8_matmuls import q1_matmuls
 from meshwright.verify.results import Notes
@@ -86,11 +88,18 @@ ALL = [
     Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
     Case("qwen3_5_moe", dict(fsdp=3), BF16, "gathered"),
     Case("qwen3_tied", dict(replicate=2), F32),  # the shards are one rank: nothing is gathered
+    *(Case("qwen3_moe", {}, dtype, saved) for dtype, saved in itertools.product((F32, BF16, F64), ("", "selective"))),
+    Case("qwen3", {}, F32, "compiled"),
+    Case("qwen3", {}, F32, "host"),
+    Case("qwen3_5_moe", dict(tp=2), BF16, "selective"),
+    Case("qwen3_moe", dict(pp=2), shape="late"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3_moe", dict(fsdp=2), F32, more=dict(fp8_skip=["*.k.*", "*.experts.down", "layers.0.mixer*"])),
     Case("qwen3", dict(fsdp=2), F32, "compiled"),  # compiled modules gather in the compute dtype
 ]  # fmt: skip
 FEW = [
+    Case("qwen3_moe", {}, BF16, "full"),  # no rank shares a weight: modules take the codes
+    Case("qwen3", dict(tp=2), F32, "full"),
     Case("qwen3", dict(fsdp=2), BF16, "full"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3", dict(fsdp=2), F32, "host"),  # offloaded parameters are gathered in the compute dtype
@@ -110,7 +119,7 @@ def load(case: Case, source: Path) -> mw.Model:
 
 
 def results_of(model: mw.Model) -> dict[str, Tensor]:
-    """Return all results of two steps, and those of weights that were modified in place."""
+    """Return all results of two steps, and those of weights that were modified in place or loaded."""
     engine, results = mw.Engine(model, lr=1e-2, router_aux="previous"), dict[str, Tensor]()
     batches = [*tiny.batches(model.mesh.data_rank), *tiny.batches(model.mesh.data_rank + 8)][:NUM]
     for step in range(2):
@@ -123,15 +132,25 @@ def results_of(model: mw.Model) -> dict[str, Tensor]:
         stored.mul_(1.25)
     results["logprobs of other weights"] = mw.logprobs(model, batches[1])
     results["loss of other weights"] = torch.tensor(engine.evaluate(batches))
+    if model.mesh.axes.world == 1:
+        with tempfile.TemporaryDirectory() as at:
+            dcp.save(engine.state_dict(), checkpoint_id=at)
+            engine.step(batches)
+            results["logprobs after a third step"] = mw.logprobs(model, batches[1])
+            state = engine.state_dict()
+            dcp.load(state, checkpoint_id=at)
+            engine.load_state_dict(state)
+        results["logprobs of loaded weights"] = mw.logprobs(model, batches[1])
     return results
 
 
 @contextmanager
 def after_the_gather() -> Iterator[None]:
-    """Quantise in matmuls what FSDP gathers in the compute dtype."""
+    """Quantise in each matmul what FSDP gathers in the compute dtype, and what is whole on a rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8_gather, "_attach_hooks", lambda _: None)
         patch.setattr(fp8_gather.Fp8Gather, "check", lambda _: None)
+        patch.setattr(fp8_gather, "_whole_matrices", lambda *_: ())
         yield
 
 
@@ -179,7 +198,7 @@ def test_results_are_bitwise_equal(ran: Callable[[str], Any], case: str) -> None
         assert low.keys() == wide.keys()
         for what in low:
             assert torch.equal(low[what], wide[what]), what
-    plain = any(text in case for text in ("replicate=2-", "host", "compiled"))
+    plain = "fsdp" not in CASES[case].mesh or CASES[case].saved in ("host", "compiled")
     for _, _, (low_bytes, wide_bytes) in ran(case):
         assert low_bytes == wide_bytes if plain else low_bytes < 0.9 * wide_bytes
 
@@ -232,6 +251,54 @@ def test_plan_counts_one_byte_per_fp8_element() -> None:
     assert gathered[0] - gathered[1] == numel // 36 - low_bytes[SCALES]  # the largest two: embedding and a layer
 
 
+def num_quantised(source: Path, mesh: Mapping[str, int]) -> tuple[int, int, int]:
+    """Return how often a step of two micro-batches quantises a weight, for matmuls to take and in a matmul, and how
+    many weights there are."""
+    before, inside, plain = list[object](), list[object](), fp8_matmul.emulated
+
+    def noted(real: Callable[..., Any], of: object, *args: Any) -> Any:
+        before.append(of)
+        return real(of, *args)
+
+    def counted(x: Tensor, weight: Any) -> Tensor:
+        inside.extend([weight] if type(weight) is Tensor else [])
+        return plain(x, weight)
+
+    model = load(Case("qwen3_moe", mesh, saved="full"), source)
+    engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(0)[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((fp8_gather._Matrix, "_codes"), (fp8_gather._WholeMatrix, "quantise")):
+            real = getattr(kind, name)
+            patch.setattr(kind, name, lambda of, *args, real=real: noted(real, of, *args))
+        patch.setattr(fp8_matmul, "emulated", counted)
+        engine.step(batches)
+    return len(before), len(inside), len(model.blueprint.spec.fp8)
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2)], ids=trials.named)
+def test_a_step_quantises_each_weight_once(source: Callable[..., Path], mesh: dict[str, int]) -> None:
+    """Forward, recomputation and backward of all micro-batches take the same codes."""
+    for before, inside, num in worlds.run(trials.world_of(mesh), num_quantised, source("qwen3_moe", 2), mesh):
+        assert (before, inside) == (num, 0)
+
+
+def test_plan_counts_the_codes_that_a_step_keeps() -> None:
+    config = dict(tiny.ALIGNED["qwen3"])
+    for axes, memory, kept in (
+        (Axes(), mw.MemoryOptions(), 1),
+        (Axes(), mw.MemoryOptions(compiled=True), 1),
+        (Axes(), mw.MemoryOptions(offload=True), 0),
+        (Axes(fsdp=2), mw.MemoryOptions(), 1),
+        (Axes(fsdp=2), mw.MemoryOptions(compiled=True), 0),  # each matmul quantises what was gathered
+    ):
+        blueprint = Blueprint.of(config, None, Recipe(fp8="block", memory=memory))
+        numel = sum(blueprint.table[name].numel for name in blueprint.spec.fp8)
+        figures = Figures("a model", blueprint, axes, work_of(axes, None, 1))
+        stored = {each.what: each.num_bytes for each in replace(figures.need, passing=None).stored(0)}
+        scales = numel // 128**2 * 4 if axes.world == 1 else 0
+        assert stored.get(QUANTISED, 0) == kept * (numel // axes.world + scales)
+
+
 # Planted bugs change the results of a run, or its bill.
 
 
@@ -257,35 +324,79 @@ def of_unrounded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fp8_gather._Matrix, "find_amax", lambda matrix: find(replace(matrix, compute=F32)))
 
 
-BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "": lambda _: None,
-    "own rows": of_own_rows,
-    "an earlier step": of_an_earlier_step,
-    "unrounded": of_unrounded,
+def never_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Keep the codes of a gather beyond the update."""
+    patch.setattr(fp8_gather.Fp8Gather, "end", lambda _: None)
+
+
+def kept_until(change: str, patch: pytest.MonkeyPatch) -> None:
+    """Keep the blocks of whole matrices until an engine has run `change`."""
+    quantise, real, runs = fp8_gather._WholeMatrix.quantise, getattr(mw.Engine, change), list[object]()
+    kept = dict[tuple[int, str, int], Blocks]()
+
+    def counted(engine: mw.Engine, *args: Any) -> Any:
+        runs.append(engine)
+        return real(engine, *args)
+
+    def once(of: fp8_gather._WholeMatrix) -> None:
+        key = (id(of.shard.holder), of.shard.last, len(runs))
+        if key not in kept:
+            quantise(of)
+        kept[key] = of._kept[of.shard.last] = kept.get(key) or of._kept[of.shard.last]
+
+    patch.setattr(mw.Engine, change, counted)
+    patch.setattr(fp8_gather._WholeMatrix, "quantise", once)
+
+
+def of_another_layer(patch: pytest.MonkeyPatch) -> None:
+    begin = fp8_gather.Fp8Gather.begin
+
+    def exchanged(low: fp8_gather.Fp8Gather) -> None:
+        begin(low)
+        one, other = (whole._kept for whole in low._whole if whole.shard.name.endswith("mixer.o.weight"))
+        one["weight"], other["weight"] = other["weight"], one["weight"]
+
+    patch.setattr(fp8_gather.Fp8Gather, "begin", exchanged)
+
+
+BUGS: dict[int, dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    1: {
+        "": lambda _: None,
+        "stale after an update": functools.partial(kept_until, "load_state_dict"),
+        "stale after a load": functools.partial(kept_until, "update"),
+        "of another layer": of_another_layer,
+    },
+    2: {
+        "": lambda _: None,
+        "own rows": of_own_rows,
+        "an earlier step": of_an_earlier_step,
+        "unrounded": of_unrounded,
+        "never dropped": never_dropped,
+    },
 }
 
 
-PLANTED = Case("qwen3", dict(fsdp=2))
-
-
 @functools.cache
-def of_gathered_values(source: Path) -> dict[str, Tensor]:
+def of_gathered_values(source: Path, num_ranks: int) -> dict[str, Tensor]:
     with after_the_gather():
-        return results_of(load(PLANTED, source))
+        return results_of(load(Case("qwen3", dict(fsdp=num_ranks)), source))
 
 
-def with_bug(bug: str, source: Path) -> bool:
-    """Compare the results with those of gathered values."""
-    expected = of_gathered_values(source)
+def with_bug(bug: str, source: Path, num_ranks: int) -> bool:
+    """Compare the results with those of values that each matmul quantises."""
+    expected = of_gathered_values(source, num_ranks)
     with pytest.MonkeyPatch.context() as patch:
-        BUGS[bug](patch)
-        results = results_of(load(PLANTED, source))
+        BUGS[num_ranks][bug](patch)
+        results = results_of(load(Case("qwen3", dict(fsdp=num_ranks)), source))
     return all(torch.equal(results[what], expected[what]) for what in expected)
 
 
-def test_planted_bugs_change_results(source: Callable[..., Path]) -> None:
-    equal = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3", 1)) for bug in BUGS})
-    assert equal.pop("") == [True] * 2
+@pytest.mark.parametrize("num_ranks", BUGS)
+def test_planted_bugs_change_results(source: Callable[..., Path], num_ranks: int) -> None:
+    at = source("qwen3", 3 - num_ranks)
+    acts = {bug: functools.partial(with_bug, bug, at, num_ranks) for bug in BUGS[num_ranks]}
+    equal = worlds.in_turn(num_ranks, acts)
+    assert equal.pop("") == [True] * num_ranks
     assert not any(all(of_ranks) for of_ranks in equal.values()), equal
 
 

@@ -94,6 +94,17 @@ def test_a_block_with_something_else(worst):
     check_matrix(kernels_of("fp8_blocks"), weight)
 
 
+def check_turned(kernels):
+    codes = torch.randint(0, 256, (256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    turned = kernels.turned(codes)
+    assert turned.is_contiguous()
+    assert torch.equal(turned, codes.mT)
+
+
+def test_codes_turned_for_backward():
+    check_turned(kernels_of("fp8_blocks"))
+
+
 def test_one_matrix_in_a_wider_one():
     check_matrix(kernels_of("fp8_blocks"), sample(256, 512)[:, 128:384].nan_to_num(1.0, 2.0, 3.0))
 
@@ -115,6 +126,8 @@ PLANTS = [
     ("the last row left out", "mask=(row < M)[:, None], other", "mask=(row < M - 1)[:, None], other"),
     ("padding is not written", "code, mask=(row < num_out)[:, None]", "code, mask=(row < M)[:, None]"),
     ("a transposed block stays as it was", "code = tl.trans(code)", "code = code"),
+    ("codes are not turned", "n * SIDE + j, tl.trans(block)", "n * SIDE + j, block"),
+    ("codes of another block", "(k * SIDE + i) * N", "(k // 2 * SIDE + i) * N"),
     ("scales by column for a matrix", "n * tl.num_programs(1) + k, scale", "k * tl.num_programs(0) + n, scale"),
 ]  # fmt: skip
 
@@ -125,6 +138,7 @@ def check_all(kernels):
     weight[3, 5] = torch.nan
     check_matrix(kernels, weight)
     check_matrix(kernels, weight.mT)
+    check_turned(kernels)
 
 
 @pytest.mark.parametrize(("old", "new"), [p[1:] for p in PLANTS], ids=[p[0] for p in PLANTS])
@@ -142,7 +156,7 @@ def test_the_trial_accepts_the_kernel_and_no_planted_one(monkeypatch, tmp_path, 
     for old, new in ((None, None), *(plant[1:] for plant in PLANTS[1:4])):
         monkeypatch.setattr(trials, "_passed", {})
         kernels = planted("fp8_blocks", old, new, tmp_path) if old else kernels_of("fp8_blocks")
-        for name in ("quantised_rows", "quantised_matrix"):
+        for name in ("quantised_rows", "quantised_matrix", "turned"):
             monkeypatch.setattr(f"meshwright.ops.kernels.fp8_blocks.{name}", getattr(kernels, name))
         assert fp8_matmul._quantises_in_one_kernel(torch.device("cpu")) is (old is None), (old, caplog.text)
     assert "kernel fp8_blocks is off by" in caplog.text

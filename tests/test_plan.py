@@ -21,6 +21,7 @@ from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import ConfigError
 from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
+from meshwright.plan.communicators import communicators
 from meshwright.plan.mesh_checks import RANKS_A_CORE, smaller
 from meshwright.plan.step_time import flops_of
 from meshwright.plan.tables import identical_params, parameter_lines
@@ -197,6 +198,24 @@ def test_what_is_not_counted_is_listed(capsys: Capture) -> None:
         message = " ".join(planned(capsys, "tiny-qwen3", *options)[1].split())
         assert re.search("Buffers of collectives, of the update and of the allocator are not counted", message)
         assert re.search(r"activations [\d.]+ [kM]B", message)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "gb"),
+    [
+        ({}, 0, 0.0),
+        (dict(fsdp=8), 2, 2 * 0.688),  # torch's own, and that of shards, loss and norm
+        (dict(replicate=2, fsdp=2), 4, 2 * 0.688 + 2 * 0.544),
+        (dict(fsdp=2, tp=2), 4, 2 * 0.688 + 2 * 0.544 + 0.469),  # the head exchanges statistics over tp
+        (dict(pp=2, fsdp=2), 3, 0.688 + 2 * 0.544),
+        (dict(fsdp=8, ep=4), 4, 2 * 0.688 + 0.544 + 0.688 + 3 * 0.469),
+    ],
+    ids=str,
+)
+def test_communicators_come_on_top(mesh: dict[str, int], count: int, gb: float) -> None:
+    """By hand: 0.688 GB a group, 0.544 of two ranks; 0.469 more for each rank that takes part in an all-to-all."""
+    nccl = communicators(figures_of(tiny.ODD["qwen3_moe"], **mesh))
+    assert (nccl.count, nccl.num_bytes / 1e9) == (count, pytest.approx(gb, abs=2e-3))
 
 
 def test_recomputation_is_a_way_out(capsys: Capture, tmp_path: Path) -> None:

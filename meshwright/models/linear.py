@@ -22,10 +22,15 @@ class Quantisable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored in FP8; set when loading
+        self.blocks: dict[str, ops.Blocks] = {}  # of those that a step has quantised; `parallel` sets and drops them
 
     def as_operand(self, name: str, stored: Tensor) -> ops.Weight:
         """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
         return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
+
+    def fp8(self, name: str) -> ops.Fp8:
+        """Tell whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""
+        return name in self.in_fp8 and (self.blocks.get(name),)
 
 
 class Linear(Quantisable):
@@ -47,7 +52,7 @@ class Linear(Quantisable):
         self.lora: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+        y = ops.linear(x, self.matrix, self.bias, fp8=self.fp8("weight"))
         adapter = self.adapter
         return y if adapter is None else adapter.add_to(y, ops.linear(x, adapter.a))
 
@@ -99,9 +104,10 @@ def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: tuple[Te
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
+    blocks = [linear.blocks.get("weight") for linear, _ in parts]
     weights = [_rows_of(linear, rows) for linear, rows in parts]
     biases = [linear.bias[rows] for linear, rows in parts if linear.bias is not None]
-    return ops.linears(x, weights, biases or None, fp8=fp8)
+    return ops.linears(x, weights, biases or None, fp8=fp8 and blocks)
 
 
 def _rows_of(linear: Linear, rows: slice) -> ops.Weight:

@@ -142,11 +142,16 @@ class Experts(Quantisable):
         matrices = self.as_operand("gate_up", self.gate_up), self.as_operand("down", self.down)
         # A rank stores rows of [E R, D]; E is what it has of the experts.
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
-        fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
+        fp8 = self._fp8_by_expert("gate_up", len(rows.counts_E)), self._fp8_by_expert("down", len(rows.counts_E))
         adapters = (self.gate_up_lora, self.down_lora)
         lora = [None if each is None else each.factors(len(rows.counts_E)) for each in adapters]
         y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8, lora=(lora[0], lora[1])))
         return y_TD if shared_TD is None else shared_TD + y_TD
+
+    def _fp8_by_expert(self, name: str, num_experts: int) -> ops.Fp8:
+        """Return `fp8` of a parameter, with its blocks by expert."""
+        blocks = self.blocks.get(name)
+        return self.fp8(name) if blocks is None else (blocks.stacked(num_experts),)
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

@@ -18,7 +18,7 @@ from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
 from .experts import LowRank, experts, route
 from .fp8_storage import Fp8Weight, Grid, Weight
-from .fp8_tensor import Quantised
+from .fp8_tensor import Blocks, Fp8, Quantised
 from .host_memory import to_device
 from .kernels import uncompiled
 from .loss import combine_stats, token_stats

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
-from .fp8_matmul import fp8_linear
+from .fp8_matmul import Matrix, fp8_linear
 from .fp8_storage import Weight, join_weights, split_weights
+from .fp8_tensor import Blocks, Fp8
 from .kernels import uncompiled
 from .kernels.launch import is_dense
 from .kernels.trials import agrees
@@ -29,7 +30,7 @@ from .norms import swiglu, upcast
 from .replayed_choices import replayed
 from .rows import Rows
 
-Multiply = Callable[[Tensor, Weight, bool], Tensor]  # rows, a matrix for each expert, whether in FP8
+Multiply = Callable[[Tensor, Weight, Fp8], Tensor]  # rows, a matrix for each expert, whether in FP8
 
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
 _TILE = 16  # rows of an AMX tile on a CPU
@@ -63,7 +64,7 @@ class LowRank(NamedTuple):
 
 @uncompiled
 def experts(
-    rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[bool, bool] = (False, False),
+    rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[Fp8, Fp8] = (False, False),
     lora: tuple[LowRank | None, LowRank | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """Run SwiGLU experts on rows sorted by expert. -> y_ND, each row times its routing weight
@@ -257,14 +258,14 @@ class _LoopedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: Fp8) -> Tensor:
         tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, *tensors)
         ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_deferring() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
-        for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
+        for expert, (rows, into) in enumerate(zip(x.split(counts), y.split(counts), strict=True)):
             if len(rows):
-                into.copy_(_matmul(rows, operand(weight, x), fp8))
+                into.copy_(_matmul(rows, _matrix(weight_EOI, expert, x, fp8), fp8))
         return y
 
     @staticmethod
@@ -281,15 +282,23 @@ class _LoopedLinear(torch.autograd.Function):
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count
             if dx is not None and count:
-                dx[rows] = _matmul(d[rows], operand(weight_EOI[expert], x).mT, ctx.fp8)
+                dx[rows] = _matmul(d[rows], _matrix(weight_EOI, expert, x, ctx.fp8).mT, ctx.fp8)
             if d_weight_EOI is not None:
                 d_weight_EOI[expert] = _factor(d[rows]).mT @ _factor(x[rows]) if count else 0
         return dx, d_weight_EOI, None, None
 
 
-def _matmul(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
+def _matrix(weight_EOI: Weight, expert: int, x: Tensor, fp8: Fp8) -> Matrix:
+    """Return the matrix of an expert, ready for a matmul with x: its blocks, if they were quantised before."""
+    blocks_EOI = None if isinstance(fp8, bool) else fp8[0]
+    return operand(weight_EOI[expert], x) if blocks_EOI is None else blocks_EOI[expert]
+
+
+def _matmul(rows: Tensor, weight_OI: Matrix, fp8: Fp8) -> Tensor:
     """Return rows @ weight.T."""
-    return fp8_linear(rows, weight_OI) if fp8 else (_factor(rows) @ weight_OI.mT)[: len(rows)]
+    if fp8 or isinstance(weight_OI, Blocks):
+        return fp8_linear(rows, weight_OI)
+    return (_factor(rows) @ weight_OI.mT)[: len(rows)]
 
 
 def _weight_gradients(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:

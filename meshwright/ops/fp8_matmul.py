@@ -5,8 +5,9 @@ blocks keep an outlier from flushing its whole tensor to zero, as one scale per 
 so that W and W.mT have the same scales and forward and backward see the same rounded W.
 
 No mesh cuts through a block (`sharding.check_fp8` refuses such a mesh), so a block has the same scale on every mesh,
-and no scale of a matmul needs another rank. A weight may also arrive as FP8 codes and scales, because ranks
-all-gathered those in place of the values (`Quantised`). The weight gradient is not rounded to FP8.
+and no scale of a matmul needs another rank. A weight may also come as FP8 codes and scales (`Blocks`): ranks
+all-gathered those in place of the values, or the step has quantised it before. The weight gradient is not rounded to
+FP8.
 
 Shapes: M tokens, N output and K input features.
 """
@@ -21,17 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..log import logger
-from .fp8_tensor import Quantised
+from .fp8_tensor import Blocks, Quantised
 from .kernels import NARROW, SLOW, in_own_thread
 from .kernels.trials import agrees
+
+Matrix = Tensor | Blocks  # a weight of a matmul: values, or codes and scales
 
 BLOCK = 128
 NUMBERS = torch.float8_e4m3fn
 LARGEST = torch.finfo(NUMBERS).max  # 448
+_KERNEL_DTYPES = (*NARROW, torch.float32)  # of matrices that kernels/fp8_blocks.py takes
 _TOLERANCE = 2e-3  # relative to the norm: a sum in another order, then rounded to bfloat16, differs by this much
 
 
-def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
+def fp8_linear(x: Tensor, weight_NK: Matrix) -> Tensor:
     """Return Q1(x) @ Q2(W).T. The gradient of x is the same product with W.mT: one grid of scales serves both."""
     misfits = [size for size in weight_NK.shape if size % BLOCK]
     if misfits:
@@ -44,7 +48,7 @@ def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
     return emulated(x, weight_NK)
 
 
-def emulated(x: Tensor, weight_NK: Tensor) -> Tensor:
+def emulated(x: Tensor, weight_NK: Matrix) -> Tensor:
     """Compute what such a matmul means, in at least float32.
 
     A kernel may sum in another order, and differ in nothing else.
@@ -58,7 +62,7 @@ def rounded_rows(x: Tensor) -> Tensor:
     return (codes.to(scales.dtype) * scales).flatten(-2)
 
 
-def rounded_matrix(weight_NK: Tensor) -> Tensor:
+def rounded_matrix(weight_NK: Matrix) -> Tensor:
     """Return Q2(W), dequantised, in at least float32."""
     codes, scales = _quantised_matrix(weight_NK)
     return (codes.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
@@ -69,9 +73,9 @@ def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantised(x.unflatten(-1, (-1, BLOCK)), (-1,))
 
 
-def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised_matrix(weight_NK: Matrix) -> tuple[Tensor, Tensor]:
     """Quantise a weight. -> codes [N / 128, 128, K / 128, 128], scales [N / 128, 1, K / 128, 1]"""
-    if isinstance(weight_NK, Quantised):
+    if isinstance(weight_NK, Quantised | Blocks):
         return _in_blocks(weight_NK.codes.view(NUMBERS)), weight_NK.scales[:, None, :, None]
     return _quantised(_in_blocks(weight_NK), (1, 3))
 
@@ -123,21 +127,29 @@ def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
     return _round_to_fp8(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
 
 
-def concat_weights(weights: Sequence[Tensor]) -> Tensor:
+def concat_weights(weights: Sequence[Matrix]) -> Matrix:
     """Concatenate matrices by rows. If one of them is quantised, quantise the others too, each in its own blocks."""
-    if not any(isinstance(weight, Quantised) for weight in weights):
-        return torch.cat([*weights])
-    parts = [weight if isinstance(weight, Quantised) else _quantise(weight) for weight in weights]
-    return Quantised(torch.cat([w.codes for w in parts]), torch.cat([w.scales for w in parts]), parts[0].dtype)
+    plain = [weight for weight in weights if isinstance(weight, Tensor) and not isinstance(weight, Quantised)]
+    return torch.cat(plain) if len(plain) == len(weights) else join([quantise(weight) for weight in weights])
 
 
-def _quantise(weight_NK: Tensor) -> Quantised:
-    """Quantise a matrix to codes and scales, as an FP8 all-gather would deliver it."""
-    codes, scales = _quantised_matrix(weight_NK)
-    return Quantised(codes.reshape(weight_NK.shape).view(torch.uint8), scales[:, 0, :, 0], weight_NK.dtype)
+def join(parts: Sequence[Blocks]) -> Blocks:
+    """Concatenate quantised matrices by rows."""
+    return Blocks(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
+def quantise(weight_NK: Matrix) -> Blocks:
+    """Quantise a matrix to codes and scales, which serve forward, recomputation and backward, unless it came so."""
+    if isinstance(weight_NK, Blocks):
+        return weight_NK
+    if isinstance(weight_NK, Quantised):
+        return weight_NK.blocks
+    one_kernel = weight_NK.dtype in _KERNEL_DTYPES and _quantises_in_one_kernel(weight_NK.device)
+    codes, scales = _matrix_operand(weight_NK, one_kernel)
+    return Blocks(codes.view(torch.uint8), scales.contiguous())
+
+
+def _by_kernel(x: Tensor, weight_NK: Matrix) -> Tensor:
     """Call torch's `scaled_mm`.
 
     It wants row-major operands whatever strides came in (W.mT has others), a multiple of 4 tokens, scales of tokens by
@@ -166,12 +178,15 @@ def _rows_operand(rows_MK: Tensor, num_padding: int, one_kernel: bool) -> tuple[
     return codes.flatten(1).contiguous(), scales.squeeze(-1).t().contiguous().t()
 
 
-def _matrix_operand(weight_NK: Tensor, one_kernel: bool) -> tuple[Tensor, Tensor]:
+def _matrix_operand(weight_NK: Matrix, one_kernel: bool) -> tuple[Tensor, Tensor]:
     """Quantise a weight, unless it came so. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
-    if one_kernel and not isinstance(weight_NK, Quantised):
+    if one_kernel:
         from .kernels import fp8_blocks
 
-        return fp8_blocks.quantised_matrix(weight_NK)
+        if not isinstance(weight_NK, Quantised | Blocks):
+            return fp8_blocks.quantised_matrix(weight_NK)
+        if weight_NK.codes.mT.is_contiguous():  # as backward takes them
+            return fp8_blocks.turned(weight_NK.codes.mT).view(NUMBERS), weight_NK.scales
     codes, scales = _quantised_matrix(weight_NK)
     return codes.reshape(weight_NK.shape).contiguous(), scales[:, 0, :, 0]
 
@@ -187,7 +202,10 @@ def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]
     for into, one_kernel in zip(results, (True, False), strict=True):
         for dtype in (*NARROW, torch.float32):
             x_MK = _numbers_of_every_kind().to(device, dtype)
-            operands = [_matrix_operand(x, one_kernel) for x in (x_MK, x_MK.mT)]
+            codes, scales = _matrix_operand(x_MK[:, :128], one_kernel=False)
+            quantised = Blocks(codes.view(torch.uint8), scales)
+            matrices: list[Matrix] = [x_MK, x_MK.mT, quantised, quantised.mT]
+            operands = [_matrix_operand(matrix, one_kernel) for matrix in matrices]
             operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]
             for codes, scales in operands:
                 bits = codes.view(torch.uint8)

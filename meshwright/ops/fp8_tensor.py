@@ -8,12 +8,44 @@ owner of a shard quantises it, and the matmul takes the codes as they are. Autog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix, or several of one shape, as FP8 codes with a scale for each block of 128 x 128.
+
+    Plain tensors, which `torch.compile` can trace.
+    """
+
+    codes: Tensor  # uint8 [..., N, K]: E4M3
+    scales: Tensor  # [..., N / 128, K / 128]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def mT(self) -> Blocks:
+        """Exchange rows and columns; blocks are square, so scales are just transposed too."""
+        return Blocks(self.codes.mT, self.scales.mT)
+
+    def stacked(self, num: int) -> Blocks:
+        """View rows as those of `num` matrices."""
+        return Blocks(self.codes.unflatten(0, (num, -1)), self.scales.unflatten(0, (num, -1)))
+
+    def __getitem__(self, index: int) -> Blocks:
+        return Blocks(self.codes[index], self.scales[index])
+
+
+# Whether a matmul runs in FP8: False, True, or the blocks of each of its weights that were quantised before.
+Fp8 = bool | Sequence[Blocks | None]
 
 
 class Quantised(Tensor):
@@ -52,6 +84,10 @@ class Quantised(Tensor):
 
     def __reduce_ex__(self, _protocol: object) -> Any:
         raise ValueError("a weight that is all-gathered in FP8 cannot be copied; use mw.gather(model)")
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.codes, self.scales)
 
     def changed(self, change: Callable[[Tensor], Tensor], of_scales: Callable[[Tensor], Tensor]) -> Quantised:
         """Return a view: the same memory through a change of shape for codes, and one for scales."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
-from .fp8_matmul import concat_weights, fp8_linear
+from .fp8_matmul import Matrix, concat_weights, fp8_linear
 from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
-from .fp8_tensor import Quantised
+from .fp8_tensor import Blocks, Fp8, Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
 
@@ -33,7 +33,7 @@ def _cpu_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: Fp8 = False) -> Tensor:
     """Return x @ weight.T + bias in x.dtype. `fp8`: quantise both operands in blocks first (ops/fp8_matmul.py)."""
     if matmul_dtype(x) == x.dtype and not is_deferring() and not fp8 and isinstance(weight, Tensor):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool =
 
 
 def linears(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: Fp8 = False
 ) -> tuple[Tensor, ...]:
     """Apply `linear` to the same x with each of the weights, as one GEMM: small ones are slow.
 
@@ -54,7 +54,7 @@ def linears(
 
 
 @uncompiled  # torch.compile accepts only tensors as operands of an autograd.Function
-def _fp8_stored_linears(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+def _fp8_stored_linears(x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Weight) -> Tensor:
     """Run `_Linears` with weights that are FP8 codes."""
     y: Tensor = _Linears.apply(x, bias, fp8, *weights)
     return y
@@ -78,12 +78,12 @@ class _Linears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Weight) -> Tensor:
         tensors, ctx.grids = split_weights(weights)
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_deferring() else ()
-        weight = _concatenated(weights, x)
-        if fp8:
+        weight = _concatenated(weights, x, fp8)
+        if fp8 or isinstance(weight, Blocks):
             y = fp8_linear(x, weight)
             return (y if bias is None else y + bias).to(x.dtype)
         compute_dtype = matmul_dtype(x)
@@ -96,7 +96,7 @@ class _Linears(torch.autograd.Function):
         weights = join_weights(tensors, ctx.grids)
         compute_dtype, (need_x, need_bias, _, *need_weights) = matmul_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
-        dx = _of_input(d, _concatenated(weights, x), x, ctx.fp8) if need_x else None
+        dx = _of_input(d, _concatenated(weights, x, ctx.fp8), x, ctx.fp8) if need_x else None
         d = d.to(compute_dtype)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
@@ -113,11 +113,20 @@ class _Linears(torch.autograd.Function):
         return dx, d_bias, None, *gradients()
 
 
-def _of_input(d: Tensor, weight: Tensor, x: Tensor, fp8: bool) -> Tensor:
+def _of_input(d: Tensor, weight: Matrix, x: Tensor, fp8: Fp8) -> Tensor:
     """Return the gradient of the input."""
-    return (fp8_linear(d, weight.mT) if fp8 else d.to(weight.dtype) @ weight).to(x.dtype)
+    if fp8 or isinstance(weight, Blocks):
+        return fp8_linear(d, weight.mT).to(x.dtype)
+    return (d.to(weight.dtype) @ weight).to(x.dtype)
 
 
-def _concatenated(weights: Sequence[Weight], x: Tensor) -> Tensor:
-    """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied."""
-    return operand(weights[0], x) if len(weights) == 1 else concat_weights([operand(w, x) for w in weights])
+def _concatenated(weights: Sequence[Weight], x: Tensor, fp8: Fp8) -> Matrix:
+    """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied.
+
+    Blocks that were quantised before take the place of their weight.
+    """
+    before: Sequence[Blocks | None] = [None for _ in weights] if isinstance(fp8, bool) else fp8
+    operands: list[Matrix] = [
+        operand(w, x) if blocks is None else blocks for w, blocks in zip(weights, before, strict=True)
+    ]
+    return operands[0] if len(operands) == 1 else concat_weights(operands)

@@ -65,8 +65,7 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
     passes = _Passes(model, batches, want)
     total: Tensor | None = None
     program = program_of(model.line, model.pipeline.schedule, len(batches), model.trained_from)
-    with passes.transfers:
-        model.low.begin()
+    with passes.transfers, model.low.quantised():
         for step in program[model.mesh.coords["pp"]]:
             passes.note(task, step)
             if isinstance(step, Transfer):
@@ -95,8 +94,7 @@ def run_forward(
     nothing."""
     passes, results = _Passes(model, batches, want), dict[int, Tensor]()
     try:
-        with passes.transfers:
-            model.low.begin()
+        with passes.transfers, model.low.quantised():
             for step in forward_program(model.line, len(batches))[model.mesh.coords["pp"]]:
                 if isinstance(step, Transfer):
                     passes.transfer(step)

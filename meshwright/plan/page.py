@@ -11,13 +11,26 @@ from itertools import groupby
 
 from ..errors import counted
 from . import step_time as times
+from .communicators import communicators
 from .figures import Figures, RankMemory, Traffic
 from .fit_advice import verdict
 from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
 from .svg import mesh_picture, pipeline_section
 from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
 from .terminal import about, notes, placement, step
-from .wording import Unit, duration, in_unit, kind, large, nominal, peak_note, size, unit_of
+from .wording import (
+    Unit,
+    communicators_name,
+    duration,
+    in_unit,
+    kind,
+    large,
+    nominal,
+    peak_note,
+    roughly,
+    size,
+    unit_of,
+)
 
 _MOST_ROWS = 64  # in the table of ranks: a mesh may have thousands
 
@@ -107,6 +120,10 @@ def _memory(figures: Figures) -> str:
         for n, what in enumerate(by_kind[0])
     ]
     rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
+    nccl = communicators(figures)
+    if nccl.count:
+        cells = (Cell(roughly(nccl.num_bytes), "number") for _ in memories)
+        rows.append([Cell(f"{communicators_name(nccl.count)}, on top", "key"), *cells])
     names = ["each rank"] if equal else [f"rank {memory.rank:,}" for memory in memories]
     note = [tag("p", text) for text in (peak_note(figures),) if text]
     return section("What a rank stores", tag("p", text), *note, *bars, table(["stored", *names], rows, "figures"))

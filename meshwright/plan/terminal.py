@@ -22,6 +22,7 @@ from ..errors import counted
 from ..sharding import draw, ways
 from . import pipeline_timing
 from . import step_time as times
+from .communicators import communicators
 from .figures import Figures
 from .fit_advice import advice, helps, verdict
 from .mesh_checks import as_option
@@ -29,6 +30,7 @@ from .search import Candidate, SearchRequest, SearchResult
 from .step_time import assumptions, times_as_json, tokens_a_second
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
 from .wording import (
+    communicators_name,
     duration,
     in_unit,
     kind,
@@ -37,6 +39,7 @@ from .wording import (
     nominal,
     not_counted,
     peak_note,
+    roughly,
     saved,
     size,
     span,
@@ -174,6 +177,9 @@ def _memory(figures: Figures) -> Grid:
         grid.add_row(kind(what, figures), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
     grid.add_section()
     grid.add_row("total", *(in_unit(memory.num_bytes, unit) for memory in figures.memories), style="bold")
+    nccl = communicators(figures)
+    if nccl.count:
+        grid.add_row(f"{communicators_name(nccl.count)}, on top", *(roughly(nccl.num_bytes) for _ in figures.memories))
     return grid
 
 
@@ -245,6 +251,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
             for memory in figures.memories
         ],
         "not_counted": not_counted(figures),
+        "communicators": asdict(communicators(figures)),  # NCCL's, on top; no part of `total_bytes`
         "device_bytes": figures.device,
         "fits": result.ok,
         "way_out": advice(figures) if result.ok is False else None,

@@ -9,6 +9,7 @@ import torch
 from ..errors import counted
 from ..recipe import MemoryOptions
 from ..sharding import GRADIENTS, STATE
+from .communicators import SOURCE, communicators
 from .devices import GB
 from .figures import ON_HOST, Figures
 
@@ -92,7 +93,28 @@ def saved(figures: Figures) -> list[str]:
 def not_counted(figures: Figures) -> str:
     """Say which memory a plan leaves out."""
     tower = ", nor is the vision encoder" if figures.blueprint.module.tower is not None else ""
-    return f"Buffers of collectives, of the update and of the allocator are not counted{tower}: they come on top."
+    return (
+        f"Buffers of collectives, of the update and of the allocator are not counted{tower}: they come on top."
+        f"{_of_nccl(figures)}"
+    )
+
+
+def _of_nccl(figures: Figures) -> str:
+    """Say how much of what is not counted NCCL is expected to take; nothing for one process."""
+    nccl = communicators(figures)
+    if not nccl.count:
+        return ""
+    return f" On CUDA devices {communicators_name(nccl.count)} take {roughly(nccl.num_bytes)} of that, {SOURCE}."
+
+
+def roughly(num_bytes: int) -> str:
+    """Format bytes that are an estimate, with one digit: about 2.1 GB."""
+    return f"about {num_bytes / GB:.1f} GB"
+
+
+def communicators_name(count: int) -> str:
+    """Name the communicators of a rank with their number."""
+    return f"NCCL's {counted(count, 'communicator')}"
 
 
 def peak_note(figures: Figures) -> str | None:

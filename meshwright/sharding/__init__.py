@@ -29,7 +29,7 @@ from .doors import (
     is_run,
 )
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
-from .fp8_blocks import SCALES, SEPARATE, check_fp8, gathered_in_fp8
+from .fp8_blocks import SCALES, SEPARATE, check_fp8, gathered_in_fp8, quantised_once
 from .fsdp_units import TOWER, Unit, units_of
 from .params import (
     Block,
@@ -81,6 +81,7 @@ from .stored_bytes import (
     GRADIENTS,
     HELD,
     IN_FLIGHT,
+    QUANTISED,
     STATE,
     Held,
     StateBytes,

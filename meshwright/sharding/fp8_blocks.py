@@ -29,6 +29,17 @@ def gathered_in_fp8(spec: ShardingSpec, trained: Container[str], *, wide: bool =
     return frozenset() if wide else frozenset(name for name in spec.fp8 if name in trained)
 
 
+def quantised_once(spec: ShardingSpec, axes: Axes, unit: Unit, trained: Container[str]) -> tuple[str, ...]:
+    """Return the trained weights of a unit that a rank quantises once a step. It holds their codes until the step ends.
+
+    The others are quantised by each matmul: those that FSDP copies from the host, and those that it gathers as values.
+    Frozen ones too: codes of a base that is not trained would take half as much memory again as the base.
+    """
+    memory = spec.recipe.memory
+    by_matmuls = memory.gathers_wide if prod(axes.sizes(unit.shard)) > 1 else memory.offload
+    return () if by_matmuls else tuple(name for name in unit.params if name in spec.fp8 and name in trained)
+
+
 def num_scales(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], low: Collection[str]) -> int:
     """Count the block scales of those parameters of a unit that are in `low`, as tp and ep cut them."""
     num = 0

@@ -13,13 +13,14 @@ from math import lcm, prod
 from ..axes import Axes
 from .bill import gathered_bytes, padded
 from .boxes import chunk
-from .fp8_blocks import num_scales
+from .fp8_blocks import num_scales, quantised_once
 from .fsdp_units import Unit
 from .params import Param
 from .rules import ShardingSpec, piece, place
 
 GRADIENTS, STATE = "gradients", "moments"  # the second is the state of whatever optimizer
 GATHERED, IN_FLIGHT, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
+QUANTISED = "FP8 codes of weights"
 HELD = (GATHERED, WHOLE)  # what grows if parameters are gathered, and gradients reduced, once a step
 
 
@@ -122,6 +123,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     yield Stored(GATHERED, sum(stay) + sum(prefetched) + scales)
     once = sum(full_sizes(trained_units)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
+    yield Stored(QUANTISED, sum(_quantised_bytes(unit, spec, axes, coords, held) for unit in units))
     wide = widths.compute + widths.stored
     in_flight = [
         num * (wide + narrow_bytes(spec, axes, u, widths.compute, widths.stored))
@@ -129,6 +131,17 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     ]
     yield Stored(IN_FLIGHT, max(in_flight, default=0))
     yield Stored("gradients of a replica", waiting * widths.stored)
+
+
+def _quantised_bytes(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], held: Held) -> int:
+    """Return the bytes of the codes that a rank keeps from the first matmul of a step to the last, of its own rows.
+
+    Scales of whole matrices too; those of what is gathered count as gathered.
+    """
+    names = quantised_once(spec, axes, unit, held.trained)
+    is_whole = prod(axes.sizes(unit.shard)) == 1
+    scales = num_scales(unit, spec, axes, coords, names) * held.widths.stored if is_whole else 0
+    return padded(replace(unit, params=names), spec, axes, coords) + scales
 
 
 def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:

@@ -21,7 +21,7 @@ from ..engine import Engine, Model
 from ..ops.deferred_weight_grads import is_deferring
 from ..ops.experts import _LoopedLinear
 from ..ops.fp8_matmul import block_amax, scales_of
-from ..ops.fp8_tensor import Quantised
+from ..ops.fp8_tensor import Fp8, Quantised
 from ..ops.matmul import _Linears
 from ..ops.norms import upcast
 from .results import Finding, Margin, Notes
@@ -253,7 +253,7 @@ class Fp8Watch:
         for call in self._calls:
             yield from call.matmuls()
 
-    def linears(self, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Tensor) -> Tensor:
+    def linears(self, x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Tensor) -> Tensor:
         """Run the op for one or several joined weights, and note it if it is in FP8."""
         if not fp8:
             return _LINEARS(x, bias, fp8, *weights)
@@ -262,7 +262,7 @@ class Fp8Watch:
         watched = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
         return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *watched))
 
-    def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: bool) -> Tensor:
+    def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: Fp8) -> Tensor:
         """Run the op for the experts of a rank, and note it if it is in FP8."""
         if not fp8:
             return _EXPERTS(x, weight, counts, fp8)

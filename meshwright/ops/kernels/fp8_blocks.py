@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import dense_rows, launch
+from .launch import dense, dense_rows, launch
 
 _SIDE = 128  # of a block
 _ROWS = 32  # rows of activations that a program takes
@@ -89,6 +89,16 @@ def _quantise_blocks(weight, codes, scales, stride_n, stride_k, TRANSPOSED: tl.c
     tl.store(scales + n * tl.num_programs(1) + k, scale)
 
 
+@triton.jit
+def _turn_blocks(codes, turned, SIDE: tl.constexpr):
+    """Transpose a block of codes, of 128 x 128: reads and writes are both of contiguous bytes."""
+    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    N, K = tl.num_programs(0).to(tl.int64) * SIDE, tl.num_programs(1).to(tl.int64) * SIDE
+    i, j = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+    block = tl.load(codes + (n * SIDE + i) * K + k * SIDE + j)
+    tl.store(turned + (k * SIDE + i) * N + n * SIDE + j, tl.trans(block))
+
+
 def quantised_rows(x_MK: Tensor, num_padding: int = 0) -> tuple[Tensor, Tensor]:
     """Quantise activations, and `num_padding` rows of zeros behind them.
 
@@ -124,11 +134,20 @@ def _as_tried(x_MK: Tensor) -> Tensor:
     return x_MK if by_column else dense_rows(x_MK)
 
 
+def turned(codes_NK: Tensor) -> Tensor:
+    """Transpose contiguous codes of whole blocks, uint8. -> [K, N], contiguous"""
+    num_rows, width = codes_NK.shape
+    out = codes_NK.new_empty(width, num_rows)
+    launch(_turn_blocks, (num_rows // _SIDE, width // _SIDE), dense(codes_NK), out, _SIDE, num_warps=_MATRIX_WARPS)
+    return out
+
+
 # What tests/test_kernels_compile.py compiles, without a device: kernel, types of its arguments, constants, options.
 _TENSORS = {"codes": "*u8", "scales": "*fp32"}
 _OF_ROWS = {**_TENSORS, **dict.fromkeys(("M", "num_out", "stride_m", "stride_k"), "i32")}
 _OF_BLOCKS = {**_TENSORS, **dict.fromkeys(("stride_n", "stride_k"), "i32")}
 COMPILED = [
+    (_turn_blocks, {"codes": "*u8", "turned": "*u8"}, {"SIDE": _SIDE}, {"num_warps": _MATRIX_WARPS}),
     (_quantise_rows, {"x": "*bf16", **_OF_ROWS}, {"ROWS": _ROWS, "SIDE": _SIDE}, {"num_warps": _ROW_WARPS}),
     *(
         (
