@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
@@ -80,6 +81,9 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     assert "model.safetensors" not in names
     assert worlds.run(1, run, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
     alone = worlds.run(1, run, {}, "path")[0]
+    files = load_file(tmp_path / "merged" / "model.safetensors")
+    assert alone[1].keys() == files.keys()
+    assert all(torch.allclose(files[key], tensor, rtol=0, atol=1e-6) for key, tensor in alone[1].items())
     for mesh in (dict(tp=4), dict(pp=2), dict(fsdp=3)):  # tp=4 is more than the kv heads, fsdp=3 leaves uneven pieces
         loss_from_files, merged = worlds.run(next(iter(mesh.values())), run, mesh, "path")[0]
         assert loss_from_files == pytest.approx(alone[0], abs=1e-6)
@@ -131,8 +135,6 @@ def test_peft_reads_the_files_and_has_the_same_gradients(family: str, changes: d
 
 def old_files(at: Path) -> None:
     """Rewrite fused experts as peft up to 0.19.0 had them: `[E, out, in]` read as `[E, in, out]`."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(at / peft_files.WEIGHTS_FILE)
     for key in [key for key in tensors if ".experts." in key and key.endswith("lora_A.weight")]:
         a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
@@ -223,8 +225,6 @@ def test_a_base_of_fp8_codes_is_resumed_elsewhere_and_merged(sources: dict[str, 
 
 def test_unknown_keys_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     """Engines that skip keys they do not know serve the base, or half of the adapter (sglang#27381)."""
-    from safetensors.torch import load_file, save_file
-
     worlds.run(1, trained_beside_peft, sources["qwen3_moe"], tmp_path, "per-expert")
     at = tmp_path / "adapter" / peft_files.WEIGHTS_FILE
     tensors = load_file(at)

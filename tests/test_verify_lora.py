@@ -56,6 +56,7 @@ def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture
     assert not [text for text in result["untried"] if "M2" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", CAUGHT)
 def test_bugs_are_caught(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, oracle = CAUGHT[bug]

@@ -129,8 +129,9 @@ def m2_against(
     """
     own = Notes()
     for finding in m1_against(peer, wide, narrow, own):
-        guess = finding.guess.replace("transformers", "peft")
-        yield replace(finding, oracle="M2", what=finding.what.replace("transformers", "peft"), guess=guess)
+        texts = (finding.what, finding.guess)
+        what, guess = (text.replace("transformers'", "peft's").replace("transformers", "peft") for text in texts)
+        yield replace(finding, oracle="M2", what=what, guess=guess)
     for margin in own.margins:
         notes.add_margin(replace(margin, oracle="M2"))
     ours, theirs = merged
