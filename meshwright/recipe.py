@@ -301,7 +301,9 @@ class Recipe:
                 cls = f"mw.{kind.__name__}"
                 raise ConfigError(f"{name}={value!r} must be {cls}(...), such as {cls}({example})")
         if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ConfigError(f"lora={self.lora!r} must be mw.Lora(...), such as mw.Lora(rank=16), or None")
+            several = isinstance(self.lora, list | tuple | dict)
+            why = "; several adapters of one model are not supported: merge all but one" if several else ""
+            raise ConfigError(f"lora={self.lora!r:.200} must be mw.Lora(...), such as mw.Lora(rank=16), or None{why}")
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
         if self.fp8 not in (None, "block"):

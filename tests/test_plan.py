@@ -107,7 +107,9 @@ def test_published_numbers_of_parameters(config: dict[str, Any], parameters: int
     assert figures.num_parameters == parameters
     flops = flops_of(figures.blueprint, figures.trained).per_token
     active = 6 * (parameters - _unused(config))
-    assert 0.999 * active < flops < 1.2 * active, "6 operations a parameter that a token meets, and those of delta rules"
+    assert 0.999 * active < flops < 1.2 * active, (
+        "6 operations a parameter that a token meets, and those of delta rules"
+    )
 
 
 def _unused(config: dict[str, Any]) -> int:

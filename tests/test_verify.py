@@ -48,6 +48,7 @@ from tests.words import words
 ROOT = Path(__file__).parent.parent
 Capture = pytest.CaptureFixture[str]
 OF_FP8 = {"Q1", "P1"}  # with --fp8 alone, which tests/test_fp8.py tries
+OF_LORA = {"A1", "E3", "M2"}  # with --lora alone, which tests/test_verify_lora.py tries
 
 # Published configs.
 QWEN3_30B_A3B: dict[str, Any] = dict(
@@ -102,7 +103,7 @@ def passed(out: str) -> dict[str, Any]:
     result = json.loads(out)
     assert result["ok"], out
     left_out = {"P1"} if "--fp8" in result["command"] else OF_FP8 | ({"H1"} if result["head"] == "value" else set())
-    left_out |= {"O1"} if "--state-dtype" in result["command"] else set()
+    left_out |= OF_LORA | ({"O1"} if "--state-dtype" in result["command"] else set())
     assert {oracle for run in result["runs"] for oracle in run["oracles"]} == {*ROWS} - left_out
     for run in result["runs"]:
         for oracle in {*run["oracles"]} - {"RUN"}:
@@ -216,7 +217,9 @@ def test_table(capsys: Capture) -> None:
     rows = [line for line in out.splitlines() if line.split() and line.split()[0] in ROWS]
     assert re.search(r"float64\b.*\bone process\b", err), err
     assert re.search(r"float64\b.*\b2 ranks\b.*\bpp=2\b", err), err
-    assert [line.split()[0] for line in rows] == [row for row in ROWS if row not in OF_FP8], "one line per oracle"
+    assert [line.split()[0] for line in rows] == [row for row in ROWS if row not in OF_FP8 | OF_LORA], (
+        "one line per oracle"
+    )
     assert all(len(line) <= 80 and "pass" in line for line in rows), out
     assert re.search(r"^G1 .*\b\d+ gradients: \d\.\de-\d+ off, 1e-09 allowed", out, re.MULTILINE), out
 
@@ -500,7 +503,7 @@ def test_verify_detects_a_bug_in_its_package(tmp_path: Path, what: str) -> None:
 
 
 def test_every_listed_oracle_runs() -> None:  # one that is only listed would always pass
-    modules = (inspect.getmodule(examine), independent_checks, transformers_oracles, fp8_cost)
+    modules = (inspect.getmodule(examine), independent_checks, transformers_oracles, fp8_cost, session)
     source = "".join(map(inspect.getsource, modules))
     source = re.sub(r"(?m)def \w+|\"\w+\": \w+|^    \w+,$|import .*", "", source)  # neither defined nor listed
     assert [name for name, oracle in ORACLES.items() if oracle.__name__ not in source] == []

@@ -155,21 +155,26 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     """Write config and tensors, and fsync both."""
     lora, pairs = model.recipe.lora, peft_files.pairs_of(param for param in model.table if param.adapter)
     assert lora is not None
-    stacks = [pair.module.rpartition(".")[0] for pair in pairs if pair.experts]
-    tensors: dict[str, Tensor] = {}
-    for pair in pairs:
-        of_pair = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
-        nested = stacks.count(pair.module.rpartition(".")[0]) > 1
-        tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, of_pair, layout, nested)}
     config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""), plain=_plain_modules(model))
     (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     # Tensors that share memory would be refused: gate and up of an expert have one A.
-    own = {key: tensor.clone() for key, tensor in tensors.items()}
-    save_file(own, folder / peft_files.WEIGHTS_FILE, {"format": "pt"})
+    tensors = {key: tensor.clone() for key, tensor in as_in_peft(model.table, factors, layout).items()}
+    save_file(tensors, folder / peft_files.WEIGHTS_FILE, {"format": "pt"})
     # safetensors lets only the owner read it; whoever serves the adapter may be another user.
     (folder / peft_files.WEIGHTS_FILE).chmod((folder / peft_files.CONFIG_FILE).stat().st_mode & 0o777)
     for file in folder.iterdir():
         weights.to_disk(file)
+
+
+def as_in_peft(table: Table, factors: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Return factors, or their gradients, by the keys of a PEFT file. `factors`: by the keys of `stream`."""
+    pairs, tensors = peft_files.pairs_of(param for param in table if param.adapter), dict[str, Tensor]()
+    stacks = [pair.module.rpartition(".")[0] for pair in pairs if pair.experts]
+    for pair in pairs:
+        of_pair = {key: factors[key] for param in (pair.a, pair.b) for key in param.layouts[0].keys}
+        nested = stacks.count(pair.module.rpartition(".")[0]) > 1
+        tensors |= {key: t.contiguous() for key, t in peft_files.written(pair, of_pair, layout, nested)}
+    return tensors
 
 
 def _plain_modules(model: Model) -> list[str]:

@@ -92,12 +92,13 @@ def experts(
 def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
     """Add what the adapters make of the rows of each expert: rounded once.
 
-    A rank that is not a multiple of 16 bytes is a stride that the grouped kernel refuses: then a loop runs, which waits
-    for the device.
+    A rank or a width that is not a multiple of 16 bytes is a stride that the grouped kernel refuses: then a loop runs,
+    which waits for the device.
     """
     if lora is None:
         return y
-    multiply = _grouped(rows.counts_E) if can_group(x, lora.a_ErI) else _looped(rows)
+    grouped = can_group(x, lora.a_ErI) and can_group(x, lora.b_EOr)
+    multiply = _grouped(rows.counts_E) if grouped else _looped(rows)
     return torch.add(y, multiply(multiply(x, lora.a_ErI, False), lora.b_EOr, False), alpha=lora.scale)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..data import IGNORE, Batch
 from ..engine import Engine, Model, gather, logits, losses
-from ..weights import blocks_by_key
+from ..weights import chosen
 from .results import Finding, Margin, Notes
 
 if TYPE_CHECKING:
@@ -60,11 +60,14 @@ def h1_of_one(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrad
 def _slopes(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrads) -> tuple[float, float]:
     """Return the norm of a gradient, and the slope of the loss from logits in its direction. They should be equal.
 
-    The gradient is that of the last norm. What comes after it is smooth: a router or an FP8 matmul would jump.
+    The gradient is that of the last norm, or with adapters that of the last one. What comes after it is smooth: a
+    router or an FP8 matmul would jump.
     """
-    made_of = blocks_by_key(model.table, model.keymap.choice)
-    key = next(key for key, parts in made_of.items() if parts[0][0].name == _LAST)
-    grad, stored = actual[1][key].double() - aux[1].get(key, torch.zeros(())), model.stored()[_LAST]
+    name = _LAST if _LAST in model.trained else model.trained[-1]
+    stored, grad = model.stored()[name], torch.zeros(model.table[name].shape, dtype=torch.float64)
+    for block in chosen(model.table[name], model.keymap.choice).blocks:
+        of_key = actual[1][block.key].double() - aux[1].get(block.key, torch.zeros(()))
+        grad[block.ours.slices] = block.view(of_key)
     original, direction, losses_at = stored.clone(), (grad / grad.norm()).view(stored.shape), []
     for sign in (1, -1):
         stored.copy_(original + sign * _DIFFERENCE * direction)

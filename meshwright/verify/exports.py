@@ -21,11 +21,12 @@ from ..blueprint import Blueprint
 from ..engine import Model, export, stream
 from ..mesh import Mesh
 from ..weights import DTYPES, TRAINABLE, blocks_by_key
+from .adapters import PREFIX, Expected, adapter_files, expected_exports
 from .reference import Findings, Run, unrounded
 from .results import Finding
 from .weight_checks import scaled
 
-# Arguments of `mw.export` or `mw.stream`, by their name in findings.
+Way = tuple[str, dict[str, Any]]  # a name in findings; the arguments of `mw.export` or `mw.stream`
 _WAYS: dict[str, dict[str, Any]] = {
     "export()": {},
     **{f"export(dtype={DTYPES[name]})": {"dtype": DTYPES[name]} for name in TRAINABLE},
@@ -42,23 +43,35 @@ _LEAST = 2.0**-10  # half of the smallest value, 2^-9
 
 
 def e2_exports(run: Run) -> Findings:
-    """An export after training, in every dtype and in FP8, holds the trained weights, rounded once.
+    """An export after training, in every dtype and in FP8, holds the trained weights, with adapters merged, rounded
+    once; adapter files hold their factors.
 
     All ranks export, as always, and rank 0 reads the files back. It runs only where no other oracle has failed: copies
     that differ would fail it too.
     """
-    trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
+    trained, ways, lora = unrounded(run.model), ways_of(run.model.blueprint), run.trial.recipe.lora
+    expected = expected_exports(trained, lora)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):
             made = _made(run.model, way, folder / str(number))
             if run.model.mesh.rank == 0:
-                yield from _compared(run, way, made, trained)
-    run.record_once("E2", "keys of exports", len(ways) * len(trained))
+                yield from _compared(run, way, made, expected)
+        if lora is not None:
+            yield from adapter_files(run, folder, trained)
+    run.record_once("E2", "keys of exports", len(ways) * len(expected))
 
 
-def ways_of(blueprint: Blueprint) -> list[str]:
-    """Return the ways to export a model: not in FP8 if no matrix has whole blocks."""
-    return [way for way, options in _WAYS.items() if options.get("format") != "fp8" or in_blocks(blueprint)]
+def ways_of(blueprint: Blueprint) -> list[Way]:
+    """Return the ways to export a model: not in FP8 if no matrix has whole blocks, and with adapters merged."""
+    ways = [way for way in _WAYS.items() if way[1].get("format") != "fp8" or in_blocks(blueprint)]
+    if blueprint.recipe.lora is None:
+        return ways
+    merging = [(name, {**options, **_merging(name)}) for name, options in ways]
+    return [(f"{name} with adapters merged", options) for name, options in (*merging, ("stream", {"which": "merged"}))]
+
+
+def _merging(name: str) -> dict[str, Any]:
+    return {"which": "merged"} if name.startswith("stream") else {"merge": True}
 
 
 def in_blocks(blueprint: Blueprint) -> bool:
@@ -77,56 +90,74 @@ def _folder(mesh: Mesh) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
+def _made(model: Model, way: Way, at: Path) -> dict[str, Tensor]:
     """Export, and return the tensors that rank 0 reads back. All ranks call it.
 
     Files are read with safetensors' own `load_file`, as any other program would.
     """
-    if way.startswith("stream"):
-        return dict(stream(model, **_WAYS[way]))
-    export(model, at, **_WAYS[way])
+    name, options = way
+    if name.startswith("stream"):
+        return dict(stream(model, **options))
+    export(model, at, **options)
     files = at.glob("*.safetensors") if model.mesh.rank == 0 else ()
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Iterator[Finding]:
+def _compared(run: Run, way: Way, files: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> Iterator[Finding]:
     """Compare the keys of one export with the trained weights, each rounded as this way to export should."""
     made_of, of_keys = blocks_by_key(run.model.table, run.model.keymap.choice), run.model.keymap.keys
-    for key, weight in trained.items():
+    name, options = way
+    for key in (key for key in files if key.startswith(PREFIX)):
+        yield Finding("E2", key, f"{name} has written it, though readers take the file for a model without adapters")
+    for key, each in expected.items():
         if key not in files:
-            yield Finding("E2", key, f"{way} has not written it")
+            yield Finding("E2", key, f"{name} has not written it")
         elif key + _SCALES in files:
-            yield from _in_8_bits(way, key, files[key], files[key + _SCALES], weight.to(run.model.dtype))
+            yield from _in_8_bits(
+                name, key, files[key], files[key + _SCALES], each.value.to(run.model.dtype), each.slack
+            )
         else:
             # Parameters that are never rounded keep the dtype of the source where it is wider.
             exact, of_source = any(param.float32 for param, _ in made_of[key]), DTYPES[of_keys[key].dtype]
-            dtype = _WAYS[way].get("dtype", of_source)
+            dtype = options.get("dtype", of_source)
             dtype = torch.promote_types(of_source, dtype) if exact else dtype
-            yield from _values(way, key, files[key], weight.to(dtype), exact)
+            yield from _values(name, key, files[key], each, dtype, exact)
 
 
-def _values(way: str, key: str, actual: Tensor, expected: Tensor, exact: bool) -> Iterator[Finding]:
-    """Compare a tensor bit for bit. `exact`: it must never be rounded."""
-    if actual.dtype != expected.dtype:
-        what = f"{way} wrote it in {actual.dtype}, not in {expected.dtype}"
+def _values(
+    way: str, key: str, actual: Tensor, expected: Expected, dtype: torch.dtype, exact: bool
+) -> Iterator[Finding]:
+    """Compare a tensor bit for bit, or a merged one within one rounding to its dtype: the order of the sum over the
+    rank is free. `exact`: it must never be rounded."""
+    if actual.dtype != dtype:
+        what = f"{way} wrote it in {actual.dtype}, not in {dtype}"
         yield Finding("E2", key, what, "a parameter that is never rounded is rounded" if exact else "")
-    elif not torch.equal(actual, expected):
-        what = (
-            f"{int((actual != expected).sum())} of {expected.numel()} elements of {way} are not those that were trained"
-        )
-        yield Finding("E2", key, what, "an earlier copy is exported, or it is rounded twice")
+        return
+    if expected.size is None:
+        wrong, guess = actual != expected.value.to(dtype), "an earlier copy is exported, or it is rounded twice"
+    else:
+        # The distance between two values of a dtype is eps of them, or below the normal numbers, eps of the smallest.
+        step, guess = torch.finfo(dtype), "adapters are merged otherwise"
+        limit = step.eps * expected.value.abs().clamp(min=step.smallest_normal) + expected.slack
+        wrong = ~((actual.double() - expected.value).abs() <= limit)
+    if wrong.any():
+        what = f"{int(wrong.sum())} of {wrong.numel()} elements of {way} are not those that were trained"
+        yield Finding("E2", key, what, guess)
 
 
-def _in_8_bits(way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor) -> Iterator[Finding]:
+def _in_8_bits(
+    way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor, slack: Tensor | float = 0.0
+) -> Iterator[Finding]:
     """Check that each code is the nearest to its weight, and that the largest weight of a block has the largest code.
 
+    `slack`: the error that a weight may have already.
     The second check catches scales that are too large, with which every code may be the nearest and still waste bits.
     """
     size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
     step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
     off = (values - weight.double()).abs()
     # Above the subnormal numbers the distance between codes grows with the value, below it is constant.
-    wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST))
+    wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST) + slack)
     if wrong.any():
         what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to FP8"
         yield Finding("E2", key, what, "codes or scales of other blocks")

@@ -168,7 +168,7 @@ def o1_updates(
     """The updates of one process are those of the optimizer's textbook formula.
 
     That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients, and weight
-    decay of parameters with two dims or more. `before`: the weights before the first step.
+    decay of parameters with two dims or more, but for adapters. `before`: the weights before the first step.
     """
     table, choice = engine.model.table, engine.model.keymap.choice
     # A tied parameter has two keys, and counts once in the norm.
@@ -183,22 +183,30 @@ def o1_updates(
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
         lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
         for key, grad in step.grads.items():
-            make = _maker(optimizer, params[key], grad.double(), number + 1)
-            expected, state = make(lr, clip, grad.dim() > 1)
+            make, decays = (
+                _maker(optimizer, params[key], grad.double(), number + 1),
+                grad.dim() > 1 and not _adapts(key),
+            )
+            expected, state = make(lr, clip, decays)
             off = (step.weights[key] - expected).abs().nan_to_num(torch.inf)
             if off.max() > worst * lr:
                 worst, where = off.max().item() / lr, f"{key} after step {number}"
             if not off.max() <= UPDATE * lr:
                 plain = f"a plain {type(optimizer).__name__}"
                 what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements differ from {plain}"
-                guess = _guess(make, step.weights[key], lrs, (clip, most / norm), grad.dim() > 1)
+                guess = _guess(make, step.weights[key], lrs, (clip, most / norm), decays)
                 yield Finding(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
             # Go on from the engine's weights, so that one wrong update is one finding.
             params[key] = _Parameter(step.weights[key].double(), state)
-    num = sum(w.numel() for w in before.values()) * len(steps)
+    num = sum(grad.numel() for step in steps for grad in step.grads.values())
     notes.add_margin(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
+
+
+def _adapts(key: str) -> bool:
+    """Tell whether a key is a factor of an adapter: decay would pull B @ A towards 0, and PEFT has none."""
+    return ".lora_" in key
 
 
 Make = Callable[[float, float, bool], tuple[Tensor, tuple[Tensor, ...]]]
@@ -225,7 +233,9 @@ def _guess(
     mistakes = {
         "the lr of the next step is taken": make(later, clip, decays),
         "the lr of the previous step is taken": make(before, clip, decays),
-        "it decays, though it has one dim" if not decays else "it does not decay": make(now, clip, not decays),
+        "it decays, though it has one dim or is an adapter" if not decays else "it does not decay": make(
+            now, clip, not decays
+        ),
         "the gradient is not clipped": make(now, 1.0, decays),
         "the gradient is clipped twice": make(now, clip * clip, decays),
         "the gradient is scaled to max_norm, though it is smaller": make(now, to_most, decays),

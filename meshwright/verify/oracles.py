@@ -26,7 +26,7 @@ from .diagnose.causes import cause_of, cause_of_loss, scale
 from .diagnose.forward import FirstWrong, about_doors, by_logits, first_wrong, recorded_forward, scores_of
 from .diagnose.gradients import common_property, suspects
 from .independent_checks import UPDATE
-from .reference import Findings, Run, everywhere, lr_of_trial, unrounded
+from .reference import Findings, Run, everywhere, fresh_weights, lr_of_trial, unrounded
 from .results import Finding
 from .weight_checks import checksum_of, weight_differences
 
@@ -42,8 +42,21 @@ def w1_load(run: Run) -> Findings:
         run.blame = "weights are not those of the source, see W1"
     run.record("W1", "elements of all ranks", sum(piece.numel for piece in run.model.pieces.values()))
     yield from findings
+    yield from _fresh_weights(run)
     if run.trial.draws:
         yield from _new_weights(run)
+
+
+def _fresh_weights(run: Run) -> Findings:
+    """Compare what the source lacks, such as adapters. Loading draws it, and it must not depend on the mesh."""
+    fresh, expected = fresh_weights(run.model), run.reference.fresh
+    for name, tensor in fresh.items():
+        if not _same_bits(tensor, expected[name]):
+            yield Finding(
+                "W1", name, f"drawn when loading: {_differs(tensor, expected[name])} from those of one process"
+            )
+    if expected:
+        run.record_once("W1", "keys that the source lacks", len(expected))
 
 
 def _new_weights(run: Run) -> Findings:
@@ -294,7 +307,7 @@ def u1_alive(run: Run, losses: Sequence[float]) -> Findings:
             run.record_once("U1", "losses after updates", 1, error, limit, f"step {step}")
     if run.trial.dtype == torch.float64:
         weights = unrounded(run.model)
-        for name, tensor in stream(run.model):
+        for name, tensor in stream(run.model, "weight"):
             if not _same_bits(tensor, weights[name].to(tensor.dtype)):
                 what = "what stream and export hand out is not what was trained"
                 yield Finding("U1", name, what, "an earlier copy is handed out")
@@ -308,7 +321,7 @@ def e1_export(run: Run) -> Findings:
     source = run.model.keymap.source
     assert source is not None
     names = []
-    for name, tensor in stream(run.model, format="source"):
+    for name, tensor in stream(run.model, "weight", format="source"):
         names.append(name)
         if name in source.entries and not _same_bits(tensor, raw_tensor(source, name)):
             yield Finding("E1", name, f"{_differs(tensor, raw_tensor(source, name))} from the source")

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel
-from ..axes import Axes
+from ..axes import DENSE, Axes
+from ..engine import adapters as export_adapters
 from ..engine import engine as engine_module
+from ..engine import model as model_module
 from ..errors import ConfigError
 from ..models import decoder
 from ..optim import LocalOptimizer
+from ..weights import merged
 from ..weights import reader as loading
 from .reference import weight_of
 
@@ -29,13 +32,15 @@ class Bug:
     """A known mistake, and how to plant it in this process.
 
     `what`: a sentence for the report. `axes`: it shows only where one of them is larger than 1; on any mesh if empty.
-    `plant`: patches the package. `loading`: it shows in the loaded weights, without training.
+    `plant`: patches the package. `loading`: it shows in the loaded weights, without training. `adapters`: it is one of
+    adapters (--lora).
     """
 
     what: str
     axes: tuple[str, ...]
     plant: Callable[[], None]
     loading: bool = False
+    adapters: bool = False
 
 
 def _sum_left_out() -> None:
@@ -82,9 +87,41 @@ def _update_lost() -> None:
     real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float, clip: Any = None) -> None:
-        real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr, clip)
+        lost = next((name for name in stored if name in grads), "")
+        real(self, {name: t.clone() if name == lost else t for name, t in stored.items()}, grads, lr, clip)
 
     LocalOptimizer.step = step  # type: ignore[method-assign]
+
+
+def _drawn_by_rank() -> None:
+    """Draw each rank's adapters from a seed of its own, as wrappers do that are added after sharding."""
+    real = model_module.fill_fresh
+
+    def fill(param: Any, piece: Any, stored: Tensor, seed: int) -> None:
+        real(param, piece, stored, seed + dist.get_rank())
+
+    model_module.fill_fresh = fill
+
+
+def _merge_left_out() -> None:
+    """Export the base, as trainers do that unmerge before the tensors are read."""
+    merged.MergedValues.__getitem__ = merged.Values.__getitem__  # type: ignore[method-assign]
+    merged.MergedValues.views = merged.Values.views  # type: ignore[method-assign]
+
+
+def _own_rows() -> None:
+    """Write an adapter with the rows of the rank that writes it, and zeros for those of the others."""
+    real = export_adapters.factors_on_rank_0
+
+    def factors(model: Any) -> dict[str, Tensor]:
+        whole = real(model)
+        for param in (param for param in model.table if param.adapter and param.name in model.pieces and whole):
+            rows = model.pieces[param.name].shape[0]
+            for key in param.layouts[0].keys:
+                whole[key][rows * len(whole[key]) // param.matrix[0] :] = 0.0
+        return whole
+
+    export_adapters.factors_on_rank_0 = factors
 
 
 BUGS: dict[str, Bug] = {
@@ -95,11 +132,18 @@ BUGS: dict[str, Bug] = {
     "leak": Bug("packed documents see each other", (), _leak),
     "mean-of-means": Bug("the loss is the mean of the micro-batches' means", (), _mean_of_means),
     "update-lost": Bug("one parameter is updated in a copy", (), _update_lost),
+    "drawn-by-rank": Bug("each rank draws its adapters from a seed of its own", DENSE, _drawn_by_rank, adapters=True),
+    "merge-left-out": Bug("merged exports hold the base", (), _merge_left_out, adapters=True),
+    "own-rows": Bug(
+        "an adapter file holds the rows of one rank, and zeros for the others", ("fsdp",), _own_rows, adapters=True
+    ),
 }
 
 
-def check_felt(name: str, axes: Axes, *, training: bool) -> None:
-    """Refuse a bug that may change nothing on this mesh: a run that passes would then prove nothing."""
+def check_felt(name: str, axes: Axes, *, training: bool, adapters: bool) -> None:
+    """Refuse a bug that may change nothing in this run, which would prove nothing if it passes."""
+    if bug(name).adapters and not adapters:
+        raise ConfigError(f"--plant {name} is a bug of adapters, and changes nothing without them; add --lora")
     wanted = bug(name).axes
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)

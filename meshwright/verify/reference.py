@@ -7,7 +7,7 @@ chunk and part sizes, and with hardly any padding: whatever must not matter diff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..optim import AdamW, Optimizer
 from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
-from ..weights import whole_tensors
+from ..weights import chosen, whole_tensors
 from . import entropy, independent_checks
 from .diagnose.forward import recorded_forward, scores_of
 from .recorder import RecordedCollective
@@ -72,6 +72,7 @@ class Trial:
     `keeps_all`: stores gradients and weights of every step, for which a large model has no room. `draws`: also draws
     new weights, which must not depend on the mesh. `thorough`: also checks a loss with entropy, and exports, where they
     are possible. `small_parts`: on the mesh, multiplies the part sizes that split a tiny model; 0: sizes of real runs.
+    `checkpoint`: where the mesh saves before its last step; None: nowhere.
     """
 
     source: Path
@@ -85,6 +86,7 @@ class Trial:
     optimizer: Optimizer = AdamW()
     thorough: bool = True
     small_parts: int = 0
+    checkpoint: Path | None = None
 
     def with_options(self, **fields: Any) -> Trial:
         """Return the same trial with other fields of its recipe."""
@@ -127,6 +129,11 @@ class Trial:
         return self.is_proof and self.thorough
 
     @property
+    def checks_resuming(self) -> bool:
+        """True where E3 resumes a checkpoint: of adapters, whose checkpoints hold them alone."""
+        return self.is_proof and self.recipe.lora is not None and self.checkpoint is not None
+
+    @property
     def loss(self) -> losses.Loss:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
@@ -141,7 +148,7 @@ class Trial:
         """Draw new weights and gather them on rank 0."""
         if not self.draws:
             return {}
-        return gather(init(self.source, mesh, seed=5, **vars(self.recipe.plain(train="**"))))
+        return gather(init(self.source, mesh, seed=5, **vars(self.recipe.plain(train="**"))), "weight")
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         """Return the micro-batches of this rank."""
@@ -199,8 +206,8 @@ class Reference:
     `document_scores`: of each document of `Trial.packed`, run alone, by batch. `fingerprints`: of the outputs of all
     submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of their weights,
     by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`: what is already
-    wrong with one process. `new_weights`: drawn weights, if the trial draws some. `entropy`: the first loss with an
-    entropy term, and its gradients.
+    wrong with one process. `new_weights`: drawn weights, if the trial draws some. `fresh`: what the source lacks, as
+    loading drew it. `entropy`: the first loss with an entropy term, and its gradients.
     """
 
     steps: Sequence[ReferenceStep]
@@ -210,6 +217,7 @@ class Reference:
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})
     notes: Notes = field(default_factory=Notes)
     new_weights: dict[str, Tensor] = field(default_factory=dict)
+    fresh: dict[str, Tensor] = field(default_factory=dict)
     entropy: entropy.LossAndGrads = (0.0, {})
 
 
@@ -227,6 +235,7 @@ def run_reference(trial: Trial) -> Reference:
             trial.with_options(memory=MemoryOptions(), pipeline=Pipeline(), context=ContextParallel()),
         )
         engine = plain.engine(Mesh(device="cpu"))
+        fresh = fresh_weights(engine.model)
         # All that the untrained model is asked for comes before the first step, which changes the weights.
         document_scores, fingerprints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         loss_sums, aux = _loss_sums(trial, engine), _aux(trial, engine)
@@ -239,7 +248,7 @@ def run_reference(trial: Trial) -> Reference:
         new_weights = plain.new_weights(engine.model.mesh)
     notes = independent_checks.notes_of(trial, engine, before, steps, loss_sums, aux[0])
     notes.add(entropy_notes)
-    return Reference(steps, document_scores, fingerprints, loss_sums, aux, notes, new_weights, with_entropy)
+    return Reference(steps, document_scores, fingerprints, loss_sums, aux, notes, new_weights, fresh, with_entropy)
 
 
 @contextmanager
@@ -262,11 +271,18 @@ def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
     return ReferenceStep(value, norm, loads, grads, unrounded(engine.model) if stores_weights else {})
 
 
-def unrounded(model: Model) -> dict[str, Tensor]:
-    """Return whole weights on rank 0, like `gather`, but in the dtype in which they are stored."""
+def unrounded(model: Model, only: Container[str] | None = None) -> dict[str, Tensor]:
+    """Return whole weights on rank 0, like `gather`, but in the dtype in which they are stored. `only`: some keys."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
+    keys = keys if only is None else [key for key in keys if key.name in only]
     streamed = whole_tensors(model.stored_model(model.values()), model.keymap, keys, dtypes=model.kept)
     return {key.name: tensor for key, tensor in streamed}
+
+
+def fresh_weights(model: Model) -> dict[str, Tensor]:
+    """Return, on rank 0, the weights that the source lacks: adapters, or a new head."""
+    made = {key for name in model.keymap.fresh for key in chosen(model.table[name], model.keymap.choice).keys}
+    return unrounded(model, made) if made else {}
 
 
 def _alone(model: Model, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:

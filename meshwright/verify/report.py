@@ -28,10 +28,11 @@ from .exports import in_blocks
 from .planted_bugs import bug
 from .results import Finding, Margin
 from .run_oracles import ORACLES
-from .session import FULL, IN_BLOCKS, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, memory_of
+from .session import FULL, IN_BLOCKS, PEFT, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, memory_of
 
 ROWS = (RUN, *ORACLES)
-SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
+# Columns of the terminal.
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf", PEFT: "peft"}
 _KINDS = 3  # of names that are printed for an oracle
 
 
@@ -123,7 +124,17 @@ def _title(model: str, plan: Plan) -> str:
     """Return what ran: the model, the mesh, and how pipeline and context parallelism divide the work."""
     schedule = f", schedule {plan.runs.recipe.pipeline.schedule}" if plan.axes.pp > 1 else ""
     context = ways(plan.runs.spec, plan.axes)
-    return f"{model} on {plan.axes}{schedule}{context and f', {context}'}"
+    return f"{model} on {plan.axes}{schedule}{context and f', {context}'}{adapters(plan)}"
+
+
+def adapters(plan: Plan) -> str:
+    """Return the adapters that ran; "" without any."""
+    lora = plan.runs.recipe.lora
+    if lora is None:
+        return ""
+    num = sum(param.adapter for param in plan.runs.table)
+    experts = f" ({lora.expert_rank} for experts)" if lora.expert_rank else ""
+    return f", adapters of rank {lora.rank}{experts}, scale {lora.scale:.3g}, {counted(num, 'factor')}"
 
 
 def planted(plan: Plan) -> str:
@@ -279,6 +290,10 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield "O1, because a plain AdamW does not round its state (--state-dtype)"
     if plan.kind != FULL and not in_blocks(plan.runs):
         yield f"exports in FP8 (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
+    if plan.runs.recipe.lora is not None:
+        yield "gradients of the base, which is frozen (leave --lora out)"
+        yield from ["M2, which compares adapters with peft (--against none)"] if options.against != TRANSFORMERS else []
+        yield from ["outputs of the base, E3 (--full)"] if plan.kind == FULL else []
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
         yield from ["Q1, each FP8 matmul (--full)"] if options.recipe.fp8 else []
@@ -340,6 +355,7 @@ def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapp
         "pipeline": asdict(plan.runs.recipe.pipeline) if plan.axes.pp > 1 else None,
         "context": ways(plan.runs.spec, plan.axes),
         "head": plan.options.recipe.head,
+        "lora": None if plan.runs.recipe.lora is None else asdict(plan.runs.recipe.lora),
         "ok": not any(part.findings for part in parts),
         "planted": plan.options.plant,
         "shrunk": shrunk(plan),

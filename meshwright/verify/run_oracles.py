@@ -3,13 +3,13 @@
     load        L1 T1 W1 E1    what ranks store, before any computation
     forward     D1 Q1          with the source's weights
     each step   S1 (first)     after backward: the loss
-                G1 N1 G2       between backward and update
+                G1 N1 G2 A1    between backward and update
                 U1 G2          after the update
-    the end     U1 H1 E2       later losses, a loss with entropy, exports of trained weights
+    the end     U1 A1 H1 E2    later losses, the base of adapters, a loss with entropy, exports of trained weights
                 C1 K1          the collectives of the first step
 
-M1, R1, O1 and P1 look at one process, and run elsewhere. Oracles communicate, so ranks must run the same ones: whatever
-decides that is agreed between them first.
+M1, M2, R1, O1, E3 and P1 look at one process, and run elsewhere. Oracles communicate, so ranks must run the same ones:
+whatever decides that is agreed between them first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from contextlib import nullcontext
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..engine import save
 from ..mesh import Mesh
 from ..sharding import STATE
+from .adapters import a1_base, a1_frozen, e3_resume
 from .collective_checks import c1_collectives, k1_bill, l1_silent_load, stored_bytes, watching_routes
 from .entropy import backward_with_entropy, h1_entropy
 from .exports import e2_exports
@@ -44,14 +46,14 @@ from .recorder import Recorder
 from .reference import Reference, Run, Trial, everywhere, part_sizes_of
 from .results import Finding, Notes
 from .rounding import r1_rounding
-from .transformers_oracles import m1_against
+from .transformers_oracles import m1_against, m2_against
 
 # In the order of the report: an error makes oracles after it fail too, so the first failure is where to begin.
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
-    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "R1": r1_rounding,
-    "D1": d1_documents, "Q1": q1_matmuls, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas,
-    "O1": o1_updates, "U1": u1_update, "H1": h1_entropy, "E2": e2_exports, "C1": c1_collectives, "K1": k1_bill,
-    "P1": p1_cost,
+    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "M2": m2_against,
+    "R1": r1_rounding, "D1": d1_documents, "Q1": q1_matmuls, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm,
+    "G2": g2_replicas, "O1": o1_updates, "U1": u1_update, "A1": a1_base, "H1": h1_entropy, "E2": e2_exports,
+    "E3": e3_resume, "C1": c1_collectives, "K1": k1_bill, "P1": p1_cost,
 }  # fmt: skip
 
 
@@ -112,6 +114,8 @@ def _steps(run: Run, store: Store | None) -> None:
     recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
     for step in range(trial.steps):
         first = step == 0
+        if trial.checkpoint is not None and trial.checks_resuming and step == trial.steps - 1:
+            save(engine, trial.checkpoint)
         with recorder if first else nullcontext(), watching_routes(run) if first else nullcontext():
             losses.append(engine.backward(trial.batches(run.model, step)))
         if first:
@@ -122,6 +126,8 @@ def _steps(run: Run, store: Store | None) -> None:
         with Recorder(store and PrefixStore(f"norm {step}", store), mesh.rank):  # names a rank that leaves a norm out
             notes.add_findings("N1", n1_norm(run, step))
         notes.add_findings("G2", g2_replicas(run))
+        if first and trial.recipe.lora is not None:
+            notes.add_findings("A1", a1_frozen(run))
         with recorder if first else nullcontext():
             engine.update()
         if first:
@@ -130,6 +136,8 @@ def _steps(run: Run, store: Store | None) -> None:
         notes.add_findings("G2", g2_replicas(run))  # again: ranks may update copies differently
     run.step_collectives = recorder.collectives
     notes.add_findings("U1", u1_alive(run, losses))
+    if trial.recipe.lora is not None:
+        notes.add_findings("A1", a1_base(run, before))
     # Only what no earlier oracle blamed on any rank is exported: with copies that differ, exports would too.
     if trial.checks_exports and not any(n for (n,) in everywhere(mesh, [int(bool(run.blame))])):
         notes.add_findings("E2", e2_exports(run))

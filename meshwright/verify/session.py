@@ -11,7 +11,6 @@ this process never initialises a device or a process group.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..engine import export, init, load
+from ..engine import load
 from ..errors import ConfigError, RankError, counted
 from ..log import quiet
 from ..mesh import Mesh
@@ -37,7 +36,7 @@ from ..optim import AdamW
 from ..optim.int8_state import BLOCK as STATE_BLOCK
 from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..recipe import MemoryOptions, Recipe
-from ..weights import of_table
+from .adapters import drawn, e3_resume, on_kinds
 from .collective_checks import loading_findings
 from .fp8_cost import measure_fp8_cost
 from .local_ranks import run_ranks
@@ -46,10 +45,10 @@ from .recorder import Recorder
 from .reference import Reference, Trial, run_reference
 from .results import Finding, Margin, Notes, read_notes
 from .run_oracles import ORACLES, examine
-from .small_data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
+from .small_data import FEW, LENGTH, LONG, Data
 from .small_model import ODD, shrink
-from .transformers_oracles import compare_with_transformers
-from .transformers_peer import Document, Documents
+from .small_source import steps_of, vision_of, write_peers, write_small
+from .transformers_oracles import compare_with_peft, compare_with_transformers
 from .weight_checks import WeightCheck, check_weights, damaged_files, published_sums, strange_weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +58,7 @@ RUN = "RUN"  # the finding of a run that stopped before its end
 WEIGHTS = "weights"  # a run that only loads the model unchanged and compares its bytes
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with transformers
+PEFT = "peft"  # the run that compares adapters of one process with those of peft
 IN_BLOCKS = "tiny-qwen3-moe-fp8"  # a tiny model whose matrices have whole blocks of 128
 _TINY = 100_000  # elements of a model for which the small part sizes were chosen
 _OF_PEER = ("M1", "R1")  # oracles that have a separate run
@@ -129,7 +129,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of one run. `name`: its dtype, or WEIGHTS, TRANSFORMERS or FP8.
+    """The result of one run. `name`: its dtype, or WEIGHTS, TRANSFORMERS, PEFT or FP8.
 
     `oracles`: those that this run checks. `ended`: those that ran to completion, fewer if a rank stopped. `untried`:
     what it could not check, and why.
@@ -148,13 +148,8 @@ class RunResult:
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Validate a request: everything that can be refused is refused before any process starts."""
     check_devices(axes, options.device, model, options.ranks_per_device)
-    if options.recipe.lora is not None:
-        raise ConfigError(
-            "verify does not train adapters (--lora) yet: its oracles expect every weight to have a gradient. "
-            "tests/test_lora.py compares their gradients with one process; leave the option out to verify the base"
-        )
     if options.plant:
-        check_felt(options.plant, axes, training=options.kind != WEIGHTS)
+        check_felt(options.plant, axes, training=options.kind != WEIGHTS, adapters=options.recipe.lora is not None)
     runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far
     optimizer = AdamW(state_dtype=options.state_dtype)
     # The real sizes first: a small model might fit a mesh that the real one does not.
@@ -164,6 +159,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
         check_layout(runs, axes, None, optimizer)
+    if options.state_dtype == torch.uint8 and options.recipe.lora is not None:
+        raise ConfigError("adapters keep their optimizer state wide, so --state-dtype uint8 would change nothing here")
     if options.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
@@ -190,9 +187,10 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
 
 def _in_place_of(of_all: Blueprint, config: Mapping[str, Any]) -> Blueprint:
     """Return the blueprint of a small model with the options of the large one, up to those that name layers: the small
-    one has too few for `ends` and for the patterns of `fp8_skip`."""
+    one has too few for `ends` and for the patterns of `fp8_skip` and of `lora.targets`."""
     pipeline = replace(of_all.recipe.pipeline, ends=None)
-    small = Blueprint.of(config, None, replace(of_all.recipe, pipeline=pipeline, fp8=None, fp8_skip=()))
+    recipe = replace(of_all.recipe, pipeline=pipeline, fp8=None, fp8_skip=(), lora=on_kinds(of_all))
+    small = Blueprint.of(config, None, recipe)
     if not of_all.spec.fp8:
         return small
     in_fp8 = of_all.spec.fp8 & small.table.params.keys()
@@ -208,7 +206,10 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
         source = make_source(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
         runs += [_run_fp8_cost(plan, source, say)] if plan.options.recipe.fp8 and plan.kind == FULL else []
-        return runs + ([_run_transformers(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
+        if plan.options.against != TRANSFORMERS:
+            return runs
+        runs.append(_run_transformers(plan, Path(folder), say))
+        return runs if plan.options.recipe.lora is None else [*runs, _run_peft(plan, Path(folder), say)]
 
 
 def _run_fp8_cost(plan: Plan, source: Path, say: Say) -> RunResult:
@@ -230,7 +231,7 @@ def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
     began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
     say("transformers: one process of ours, compared with its model")
     try:
-        made = run_ranks(1, _make_peers, config, plan.runs.tower, folder / "peers", options.seed,
+        made = run_ranks(1, write_peers, config, plan.runs.tower, folder / "peers", options.seed,
                          seconds=options.seconds)  # fmt: skip
         layouts, vision = made[0]
         steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
@@ -244,6 +245,34 @@ def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
     if why_not:
         return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, because {why_not}"])
     return RunResult(TRANSFORMERS, seconds, notes.findings, _OF_PEER, (), notes.margins, notes.ended)
+
+
+def _run_peft(plan: Plan, folder: Path, say: Say) -> RunResult:
+    """Run M2, on the small model that M1 takes, with adapters on the kinds of modules that the user chose."""
+    began, options, config = time.monotonic(), plan.options, _without_dense_layers(_config_of_peers(plan))
+    lora, at = drawn(on_kinds(plan.blueprint)), folder / "peft"
+    assert lora is not None
+    say("peft: one process of ours with adapters, compared with its layers in transformers' model")
+    try:
+        layouts, vision = run_ranks(1, write_peers, config, plan.runs.tower, at, options.seed,
+                                    seconds=options.seconds)[0]  # fmt: skip
+        first = next(iter(steps_of(text_config(config)["vocab_size"], options.seed, vision).values()))
+        notes, why_not = run_ranks(
+            1, compare_with_peft, at / layouts[0], first, lora, at / "adapter", seconds=options.seconds
+        )[0]
+    except RankError as error:
+        return RunResult(PEFT, time.monotonic() - began, [_stopped(1, error)], ("M2",), ended=())
+    seconds = time.monotonic() - began
+    if why_not:
+        return RunResult(PEFT, seconds, [], (), untried=[f"M2, because {why_not}"])
+    return RunResult(PEFT, seconds, notes.findings, ("M2",), (), notes.margins, notes.ended)
+
+
+def _without_dense_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model with experts in every layer: in a Qwen3-MoE, peft 0.21 takes `gate_proj` of a dense
+    layer for that of an expert."""
+    dense = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    return {**config, **{name: value for name, value in dense.items() if name in config}}
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
@@ -260,7 +289,10 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
         return plan.directory
     source = folder / "model"
     say("making a model of odd sizes")
-    run_ranks(1, _make, plan, source, seconds=plan.options.seconds)
+    # Like the user's files: in bfloat16, with experts spelled as they are there.
+    choice = plan.blueprint.keymap.choice
+    run_ranks(1, write_small, source, plan.runs, choice, torch.bfloat16, plan.options.seed,
+              seconds=plan.options.seconds)  # fmt: skip
     return source
 
 
@@ -277,13 +309,14 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         num_special=groups, vision=vision_of(plan.runs),
     )  # fmt: skip
     recipe = replace(
-        plan.runs.recipe, dtype=DTYPES[dtype], memory=memory_of(plan, dtype),
+        plan.runs.recipe, dtype=DTYPES[dtype], memory=memory_of(plan, dtype), lora=drawn(plan.runs.recipe.lora),
         train="**" if small else trainable(plan.blueprint),
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, recipe, steps=_STEPS[dtype], router_aux="previous" if pp > 1 else "pooled",
         keeps_all=small, draws=small, optimizer=AdamW(state_dtype=plan.options.state_dtype),
         small_parts=_small_parts(plan, dtype) if small else 0,
+        checkpoint=source.parent / f"{dtype} checkpoint" if small else None,
     )  # fmt: skip
 
 
@@ -302,15 +335,12 @@ def memory_of(plan: Plan, dtype: str) -> MemoryOptions:
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
-    """Return patterns of the parameters that can be trained: not those in formats that are only read."""
+    """Return patterns of the parameters that can be trained: not those in formats that are only read. With adapters
+    "**" means these alone."""
+    if blueprint.recipe.lora is not None:
+        return ("**",)
     frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
     return [name for name in blueprint.table.params if name not in frozen] if frozen else ("**",)
-
-
-def vision_of(blueprint: Blueprint) -> Vision | None:
-    """Return what data needs to know of the vision tower; None without one."""
-    tower = blueprint.module.tower
-    return None if tower is None else Vision(tower.ids[0], tower.ids[1], tower.shape.pixels.num)
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
@@ -324,6 +354,10 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
         num = plan.axes.world
         say(f"{dtype}: {counted(num, 'rank')}, {plan.axes}")
         run_ranks(num, _examine, plan, trial, reference, notes_dir, seconds=seconds)
+        if trial.checks_resuming and not read_notes(notes_dir).findings:  # else its training has gone wrong before
+            num = 1
+            say(f"{dtype}: one process, resumed from the checkpoint of the ranks")
+            run_ranks(num, _resume, trial, reference, notes_dir, seconds=seconds)
     except RankError as error:
         stopped = [_stopped(num, error)]
     notes, oracles = read_notes(notes_dir), oracles_of(trial)
@@ -342,10 +376,11 @@ def options_of(trial: Trial) -> str:
 
 
 def oracles_of(trial: Trial) -> list[str]:
-    """Return the oracles that a trial runs. M1, R1 and P1 have separate runs."""
+    """Return the oracles that a trial runs. M1, M2, R1 and P1 have separate runs."""
     optional = {
         "O1": trial.checks_updates, "E2": trial.checks_exports, "H1": trial.checks_entropy,
-        "Q1": trial.checks_fp8_matmuls, "P1": False, **dict.fromkeys(_OF_PEER, False),
+        "Q1": trial.checks_fp8_matmuls, "A1": trial.recipe.lora is not None, "E3": trial.checks_resuming,
+        **dict.fromkeys((*_OF_PEER, "M2", "P1"), False),
     }  # fmt: skip
     return [oracle for oracle in ORACLES if optional.get(oracle, True)]
 
@@ -370,6 +405,11 @@ def _examine(plan: Plan, trial: Trial, reference: Reference, notes_dir: Path) ->
     store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
     _plant(plan)
     examine(trial, reference, mesh, store, Notes(notes_dir / f"{mesh.rank}.notes"))
+
+
+def _resume(trial: Trial, reference: Reference, notes_dir: Path) -> None:
+    notes = Notes(notes_dir / "resumed.notes")
+    notes.add_findings("E3", e3_resume(trial, reference, notes))
 
 
 def _plant(plan: Plan) -> None:
@@ -413,62 +453,3 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     with Recorder() as recorder:
         model = load(plan.directory, mesh, **vars(recipe))
     return [*loading_findings(recorder.collectives), *strange_weights(model)], check_weights(model)
-
-
-def _make(plan: Plan, at: Path) -> None:
-    """Write the small model in bfloat16, its experts spelled like those of the user's files."""
-    options, choice = plan.options, plan.blueprint.keymap.choice
-    _write(at, plan.runs, choice, torch.bfloat16, options.seed)
-
-
-def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int) -> tuple[list[str], Vision | None]:
-    """Write one small model in every layout that files of experts have, first the one that transformers' modules use.
-
-    -> the layouts, and what data needs to know of the vision tower
-    """
-    blueprint = Blueprint.of(config, None, Recipe(tower=tower))
-    layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
-    for layout in layouts:
-        _write(folder / layout, blueprint, {"experts": layout}, torch.float32, seed)
-    return layouts, vision_of(blueprint)
-
-
-def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, list[Documents]]:
-    """Return the data of M1, by its name in findings.
-
-    The long document has the first and the last word of the vocabulary too. The first micro-batch and the long document
-    have pictures, the step of few tokens has none.
-    """
-    data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)
-    longest = _documents(data, LONG_STEP)[0][0]
-    long = [[Document([0, *longest.tokens, vocab - 1], longest.pictures)]]
-    return {
-        "two micro-batches": _documents(data, 0), "few tokens": _documents(data, FEW_STEP), "a long document": long,
-    }  # fmt: skip
-
-
-def _documents(data: Data, step: int) -> list[Documents]:
-    """Return the documents of each micro-batch of data rank 0, with their pictures."""
-    both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
-    return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
-
-
-def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:
-    """Write files with random weights. None keeps an initial value such as 0 or 1, which would hide a mistake: a norm
-    of all ones looks right in any order."""
-    recipe = at.with_name(f"{at.name}'s recipe")
-    recipe.mkdir(parents=True)
-    plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
-    (recipe / "config.json").write_text(json.dumps(plain))
-    model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
-    # `init` draws as training would; add noise to what it leaves constant, such as norms.
-    g = torch.Generator().manual_seed(seed + 1)
-    for name, stored in model.stored().items():
-        stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)
-        if (
-            model.table[name].init.kind == "log_uniform"
-        ):  # a decay of the delta net: lets every other head remember for long
-            stored.view(-1)[::2] = -4.6
-    choice = {group: name for group, name in choice.items() if group in model.table.groups}
-    model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # the layout of the files
-    export(model, at)

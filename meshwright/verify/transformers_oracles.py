@@ -1,4 +1,4 @@
-"""M1 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16.
+"""M1, M2 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16, and with peft.
 
 Ours runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by its
 own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all
@@ -14,7 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from ..errors import ConfigError
+from ..recipe import Lora
 from .results import Finding, Margin, Notes, merged
 from .rounding import r1_rounding
 from .transformers_peer import (
@@ -22,14 +25,24 @@ from .transformers_peer import (
     ROPE,
     Documents,
     StepOutputs,
+    merged_by_both,
     meshwright_cost,
     run_meshwright,
     run_transformers,
     transformers_cost,
     unsupported,
+    without_peft,
+    write_adapter,
 )
 
-_ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # always allowed for float32
+_ALLOWED = {
+    "logits": 1e-5,
+    "gradients": 1e-5,
+    "parts": 1e-5,
+    "loss": 1e-6,
+    "aux": 1e-5,
+    "merged": 1e-6,
+}  # always allowed for float32
 _NOISE = 10  # in addition, this many times our own float32 error
 _CLOSE = 1e-3  # of a ratio to an integer
 _GAP = 1e-5  # between the probabilities of two experts that rounding may exchange
@@ -82,6 +95,53 @@ def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes:
     for name in sorted(peer.grads.keys() ^ wide.grads.keys()):
         yield Finding("M1", name, f"{'transformers' if name in peer.grads else 'only meshwright'} has this parameter")
     yield from _gradients(peer, wide, narrow, notes, not (forward or loss))
+
+
+def compare_with_peft(source: Path, batches: Sequence[Documents], lora: Lora, adapter: Path) -> tuple[Notes, str]:
+    """Run M2 over one step. -> notes, and why it could not run ("" if it did)
+
+    Call it in a separate process. `source`: spelled like transformers' parameters. `adapter`: where to write PEFT's
+    files, which both sides read.
+    """
+    notes, why_not = Notes(), without_peft() or unsupported(source)
+    if why_not:
+        return notes, why_not
+    try:
+        write_adapter(source, lora, adapter)
+    except ConfigError as error:  # targets that name dense layers alone, which this model has none of
+        return notes, str(error)
+    try:
+        peer = run_transformers(source, batches, adapter)
+    except Exception as error:  # noqa: BLE001 - an error of peft is none of ours
+        return notes, f"peft fails on this model: {type(error).__name__}: {error!s:.200}"
+    wide, narrow = (run_meshwright(source, batches, dtype, adapter) for dtype in (torch.float64, torch.float32))
+    notes.add_findings("M2", m2_against(peer, wide, narrow, merged_by_both(source, adapter), notes))
+    return notes, ""
+
+
+def m2_against(
+    peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs,
+    merged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], notes: Notes,
+) -> Iterator[Finding]:  # fmt: skip
+    """One process with adapters gives the logits, the loss and the gradients of all factors of peft, and its merge.
+
+    It is M1 with adapters in both models. `merged`: weights in float32, ours and peft's.
+    """
+    own = Notes()
+    for finding in m1_against(peer, wide, narrow, own):
+        texts = (finding.what, finding.guess)
+        what, guess = (text.replace("transformers'", "peft's").replace("transformers", "peft") for text in texts)
+        yield replace(finding, oracle="M2", what=what, guess=guess)
+    for margin in own.margins:
+        notes.add_margin(replace(margin, oracle="M2"))
+    ours, theirs = merged
+    worst, where = 0.0, ""
+    for key, tensor in ours.items():
+        off = (tensor.double() - theirs[key].double()).abs().max().item() / tensor.abs().max().item()
+        worst, where = max((worst, where), (off, key))
+        if not off <= _ALLOWED["merged"]:
+            yield Finding("M2", key, f"merged, it is {off:.1e} off what peft's merge_and_unload makes")
+    notes.add_margin(Margin("M2", "merged weights", len(ours), worst, _ALLOWED["merged"], where))
 
 
 def _parts(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:

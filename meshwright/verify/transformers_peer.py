@@ -22,12 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import IGNORE, Batch, pack
-from ..engine import Engine, Model, gather, load, logits
+from ..engine import Engine, Model, export_adapter, gather, load, logits
+from ..engine.adapters import as_in_peft
 from ..mesh import Mesh
 from ..models import text_config
 from ..ops import loss
 from ..ops.part_sizes import shrunk_part_sizes
+from ..recipe import Lora
 from ..weights import read_config
+from .adapters import PREFIX
 from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
 from .rounding import Cost, Parts, Pass, cost_of, followed
 from .small_data import Picture, Pictures, labels_of
@@ -74,9 +77,12 @@ class StepOutputs:
     num_batches: int = 1
 
 
-def run_meshwright(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> StepOutputs:
-    """Run a forward that records every part, then a step, with our model."""
-    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_has_tower(source))
+def run_meshwright(
+    source: Path, batches: Sequence[Documents], dtype: torch.dtype, adapter: Path | None = None
+) -> StepOutputs:
+    """Run a forward that records every part, then a step, with our model. `adapter`: a PEFT directory to load too."""
+    lora = None if adapter is None else Lora(path=str(adapter))
+    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_has_tower(source), lora=lora)
     length = max(sum(len(d.tokens) for d in documents) for documents in batches)
     packed, scores, parts, routed = [_packed(model, documents, length) for documents in batches], [], [], []
     for batch in packed:
@@ -98,10 +104,24 @@ def run_meshwright(source: Path, batches: Sequence[Documents], dtype: torch.dtyp
     aux = engine._pending().router_loss
     by_layer = [[torch.cat(each) for each in zip(*of_layer, strict=True)] for of_layer in zip(*routed, strict=True)]
     probs = [logits_TE.double().softmax(-1) for logits_TE, _ in by_layer]
-    experts = [expert_Tk for _, expert_Tk in by_layer]
-    return StepOutputs(
-        torch.cat(scores), loss, aux, gather(model, "grad"), experts, probs, _joined(parts), len(batches)
+    experts, grads = [expert_Tk for _, expert_Tk in by_layer], gather(model, "grad")
+    grads = grads if adapter is None else as_in_peft(model.table, grads, "fused")
+    return StepOutputs(torch.cat(scores), loss, aux, grads, experts, probs, _joined(parts), len(batches))
+
+
+def write_adapter(source: Path, lora: Lora, at: Path) -> None:
+    """Write new adapters of a source as PEFT's files."""
+    export_adapter(load(source, Mesh(device="cpu"), dtype=torch.float32, lora=lora, tower=_has_tower(source)), at,
+                   layout="fused")  # fmt: skip
+
+
+def merged_by_both(source: Path, adapter: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a source with an adapter merged: by us, and by peft."""
+    model = load(
+        source, Mesh(device="cpu"), dtype=torch.float32, lora=Lora(path=str(adapter)), tower=_has_tower(source)
     )
+    peer = _with_adapter(_model(source, with_experts=_has_experts(source)), adapter).merge_and_unload()
+    return gather(model, "merged"), dict(peer.state_dict())
 
 
 def _has_tower(source: Path) -> bool:
@@ -143,6 +163,15 @@ def _print(x_TD: Tensor) -> Tensor:
     return x_TD.detach().double() @ torch.arange(x_TD.shape[-1], dtype=torch.float64).cos()
 
 
+def without_peft() -> str:
+    """Return why peft cannot be imported; "" if it can."""
+    try:
+        import peft  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        return "peft is not installed" if error.name == "peft" else f"peft cannot be imported: {error}"
+    return ""
+
+
 def unsupported(source: Path) -> str:
     """Return why transformers cannot run a model; "" if it can."""
     try:
@@ -157,10 +186,12 @@ def unsupported(source: Path) -> str:
     return "" if known else f"this version of transformers has no {what} of {kind!r}"
 
 
-def run_transformers(source: Path, batches: Sequence[Documents]) -> StepOutputs:
-    """Run the same step with the model of transformers, in float32."""
-    with_experts = bool(text_config(read_config(source)).get("num_experts"))
+def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path | None = None) -> StepOutputs:
+    """Run the same step with the model of transformers, in float32; with the layers of peft if there is an adapter."""
+    with_experts = _has_experts(source)
     model, prints = _model(source, with_experts), list[dict[str, Tensor]]()
+    if adapter is not None:
+        _with_adapter(model, adapter)  # in place: the model itself then has peft's layers
     routed = {"output_router_logits": True} if with_experts else {}
     outs = [[_forward(model, d, prints, **routed) for d in documents] for documents in batches]
     labels = [[_labels(model, d) for d in documents] for documents in batches]
@@ -174,7 +205,8 @@ def run_transformers(source: Path, batches: Sequence[Documents]) -> StepOutputs:
     aux = _aux(model, routers) if routers else torch.zeros(())
     (loss + aux).backward()
     # A parameter that no token reaches has no gradient in torch, and zeros in ours.
-    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
+    trained = ((k, p) for k, p in model.named_parameters() if p.requires_grad)
+    grads = {_key_of(k): torch.zeros_like(p) if p.grad is None else p.grad for k, p in trained}
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
@@ -249,7 +281,7 @@ def _tower_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 def transformers_cost(source: Path, documents: Documents) -> Cost:
     """Return what bfloat16 costs each part of transformers' model."""
-    with_experts = bool(text_config(read_config(source)).get("num_experts"))
+    with_experts = _has_experts(source)
     narrow, wide = (_model(source, with_experts).to(dtype) for dtype in (torch.bfloat16, torch.float64))
     wide.load_state_dict(narrow.state_dict())
 
@@ -275,6 +307,22 @@ def _peer_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the parts of transformers' model by our names, but for the rotary embedding, whose input is positions."""
     named = ((_part_of(name), module) for name, module in model.base_model.named_modules())
     return ((part, module) for part, module in named if part and part != ROPE)
+
+
+def _has_experts(source: Path) -> bool:
+    return bool(text_config(read_config(source)).get("num_experts"))
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    """Put the layers of peft into a model of transformers, with the factors of a directory."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def _key_of(name: str) -> str:
+    """Return the key in files of a parameter of transformers' model, or of peft's layers in it."""
+    return PREFIX + name.replace(".default.", ".") if ".lora_" in name else name
 
 
 def _model(source: Path, with_experts: bool) -> Any:

@@ -1,0 +1,91 @@
+"""`meshwright verify --lora`: all oracles of a run with adapters, those of adapters alone, and their planted bugs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.axes import Axes
+from meshwright.cli import main
+from meshwright.errors import ConfigError
+from meshwright.models import text_config
+from meshwright.recipe import Lora, Recipe
+from meshwright.verify import Options, plan, transformers_oracles
+from meshwright.verify.report import ROWS
+from tests import parts
+from tests.test_verify import OF_FP8, QWEN3_30B_A3B, directory
+
+OPTIONS = ["--lora-rank", "3", "--dtypes", "float64", "--json"]
+RUNS = {"experts of another rank": "tiny-qwen3-moe --mesh fsdp=2,ep=2 --lora-expert-rank 2"}
+CAUGHT = {"own-rows": ("tiny-qwen3 --mesh fsdp=2", "E2")}
+if parts.ALL:
+    RUNS |= {
+        "delta nets": "tiny-qwen3.5-moe --mesh tp=2,ep=2 --lora-rslora",
+        "few targets": "tiny-qwen3.5 --mesh cp=2 --lora-targets q_proj,in_proj_qkv",
+        "a value head": "tiny-qwen2 --mesh replicate=2,fsdp=2 --head value",
+        "FP8 matmuls": "tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8 --recompute full",
+        "V": "tiny-qwen3-moe --mesh pp=2 --schedule v",
+    }
+    CAUGHT |= {
+        "drawn-by-rank": ("tiny-qwen3 --mesh fsdp=2", "W1"),
+        "merge-left-out": ("tiny-qwen3-moe --mesh fsdp=2", "E2"),
+        "update-lost": ("tiny-qwen3 --mesh fsdp=2", "U1"),
+        "sum-left-out": ("tiny-qwen3 --mesh tp=2", "G1"),
+    }
+
+
+def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(["verify", *arguments, *OPTIONS])
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    result = verified(capsys, *RUNS[name].split())
+    assert result["ok"], [rows for run in result["runs"] for rows in run["oracles"].values() if rows]
+    expected = {*ROWS} - OF_FP8 - ({"H1"} if result["head"] == "value" else set())
+    expected |= {"Q1"} if "--fp8" in RUNS[name] else set()
+    assert {oracle for run in result["runs"] for oracle in run["oracles"]} == expected
+    assert result["lora"]["rank"] == 3
+    assert all(margins for run in result["runs"] for row, margins in run["margins"].items() if row != "RUN")
+    assert not [text for text in result["untried"] if "M2" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", CAUGHT)
+def test_bugs_are_caught(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, oracle = CAUGHT[bug]
+    result = verified(capsys, *arguments.split(), "--against", "none", "--plant", bug)
+    findings = [row for run in result["runs"] for row, found in run["oracles"].items() if found]
+    assert findings[:1] == [oracle]
+
+
+def test_a_bug_of_adapters_needs_adapters() -> None:
+    with pytest.raises(ConfigError, match=r"own-rows is a bug of adapters.*--lora"):
+        plan("tiny-qwen3", Axes(fsdp=2), Options(plant="own-rows"), lambda _: None)
+
+
+def test_targets_that_name_layers_become_kinds_of_modules(tmp_path: Path) -> None:
+    """The small model has two layers, and targets may name others."""
+    lora = Lora(rank=4, targets=["model.layers.4?.self_attn.q_proj", "model.layers.40.mlp.experts.*"])
+    source = directory(tmp_path / "m", QWEN3_30B_A3B)
+    tried = plan(source, Axes(fsdp=2), Options(Recipe(lora=lora), kind="shrunk"), lambda _: None)
+    adapted = {param.name.split(".", 2)[2] for param in tried.runs.table if param.adapter}
+    assert text_config(tried.runs.config)["num_hidden_layers"] < 40
+    assert adapted == {
+        f"{name}.{factor}"
+        for name in ("mixer.q.lora", "mlp.experts.gate_up_lora", "mlp.experts.down_lora")
+        for factor in "ab"
+    }
+
+
+def test_without_peft_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    notes, why_not = transformers_oracles.compare_with_peft(tmp_path, [], Lora(), tmp_path)
+    assert "peft" in why_not
+    assert not notes.margins
