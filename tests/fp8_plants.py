@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.ops import Fp8, fp8_matmul, matmul
 from meshwright.ops.fp8_matmul import BLOCK, rounded_matrix, rounded_rows
-from meshwright.ops.fp8_tensor import Quantised
+from meshwright.ops.fp8_tensor import Blocks, Quantised
 from meshwright.parallel import fp8_gather
 from tests.plants import Patch
 
@@ -35,8 +35,8 @@ def scale_of_shard(patch: Patch) -> None:
             matrix.find_amax()
         kind.scales.copy_(fp8_matmul.scales_of(kind.scales))
 
-    def rounded(weight: Tensor) -> Tensor:
-        if isinstance(weight, Quantised):
+    def rounded(weight: Tensor | Blocks) -> Tensor:
+        if isinstance(weight, Quantised | Blocks):
             return real(weight)
         halves = weight.unflatten(0, (-1, 2, BLOCK // 2)).flatten(0, 1)
         padded = [real(F.pad(half, (0, 0, 0, BLOCK // 2))) for half in halves]
