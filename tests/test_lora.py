@@ -55,10 +55,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def gradients(
-    source: Path, mesh: dict[str, int], memory: mw.MemoryOptions, streams: int | None = None
+    source: Path, mesh: dict[str, int], memory: mw.MemoryOptions, streams: int | None = None, frozen: str | None = None
 ) -> tuple[list[dict[str, Tensor]], bool, bool]:
     """Return the gradients of two steps; whether the base kept its values; whether the bill was that of the run."""
-    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, lora=DRAWN, memory=memory)
+    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, lora=DRAWN, memory=memory, frozen=frozen)
     engine, steps = mw.Engine(model, lr=1e-2), []
     base = {name: t.clone() for name, t in model.stored().items() if name not in model.trained}
     ranks = range(streams) if streams else [model.mesh.data_rank]

@@ -15,17 +15,17 @@ ALL = slice(None)
 
 
 class Quantisable(nn.Module):
-    """A module with matrices that may be stored in FP8, or have FP8 matmuls."""
+    """A module with matrices that may be stored in 8 or 4 bits, or have FP8 matmuls."""
 
     in_fp8: frozenset[str] = frozenset()  # names of those with FP8 matmuls; set by `parallel`
 
     def __init__(self) -> None:
         super().__init__()
-        self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored in FP8; set when loading
+        self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored as codes; set when loading
 
     def as_operand(self, name: str, stored: Tensor) -> ops.Weight:
-        """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
-        return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
+        """Return a parameter as matmuls take it: with its scales, if it is stored as codes."""
+        return ops.FrozenWeight(stored, self.grids[name]) if name in self.grids else stored
 
 
 class Linear(Quantisable):
