@@ -6,17 +6,19 @@ Loading, the bill, plans and `verify` all read the same blueprint, so they canno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .errors import ConfigError
+from .axes import Axes
+from .errors import ConfigError, LayoutError
 from .models import Balance, Decoder, describe, prefix_of, text_config
+from .ops.codings import FOUR_BITS, Coding
 from .recipe import Recipe, matching, patterns_of
-from .sharding import Param, Rules, ShardingSpec, Table
+from .sharding import Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 
@@ -46,7 +48,9 @@ class Blueprint:
         prefix = prefix_of(config, keys or None)
         module, table = describe(config, prefix, recipe.head, keys, tower=recipe.tower, lora=recipe.lora)
         spec = ShardingSpec(table, Rules(), module, recipe, _in_fp8(recipe, table))
-        return cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
+        blueprint = cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
+        _check_frozen(blueprint)
+        return blueprint
 
     def with_options(self, **fields: Any) -> Blueprint:
         """Return the blueprint with other fields of its recipe: any but `head`, `tower`, `fp8` and `fp8_skip`."""
@@ -99,6 +103,11 @@ class Blueprint:
         new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
         return [p.name for p in self.table if p.adapter or p.name in new or p.name in more]
 
+    def mark(self, trained: Container[str]) -> None:
+        """Set `requires_grad` on the meta parameters, from which placed and simulated ones inherit it."""
+        for name in self.table.params:
+            self.module.get_parameter(name).requires_grad_(name in trained)
+
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is stored (mixed precision).
 
@@ -114,15 +123,77 @@ class Blueprint:
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
 
         def stored(param: Param) -> torch.dtype:
-            frozen = is_base and param.name not in stays_wide and not param.float32
-            return keymap.file_dtype(param) if frozen else wide
+            if not is_base or param.name in stays_wide or param.float32:
+                return wide
+            # A code times its scale needs float32.
+            return torch.float32 if self.made is not None and self.coding(param) else keymap.file_dtype(param)
 
         return {param.name: stored(param) for param in self.table}
 
-    def stays_quantised(self, trained: Set[str]) -> frozenset[str]:
-        """Return the frozen matrices that are stored as their FP8 files have them: codes with their scales."""
+    def coding(self, param: Param) -> Coding | None:
+        """Return how a matrix is stored if it is frozen: quantised as the recipe says, or as its files have it. None if
+        its values are stored.
+        """
+        made = self.made
+        if made is None:
+            return self.keymap.coding(param)
+        return made if param.low and param.cols and param.matrix[1] % made.block == 0 else None
+
+    @property
+    def made(self) -> Coding | None:
+        """Return the coding to which loading quantises frozen matrices, if the recipe has one."""
+        return FOUR_BITS[self.recipe.frozen] if self.recipe.frozen else None
+
+    def codings(self, trained: Container[str], axes: Axes) -> dict[str, Coding]:
+        """Return the frozen matrices that are stored as codes, by name.
+
+        tp may cut the columns of FP8 codes anywhere. It may cut those of 4-bit codes only between blocks: matrices of
+        4-bit files are otherwise stored as values, and a matrix that loading should quantise is refused, because its
+        values would depend on the mesh.
+        """
         frozen = (param for param in self.table if param.name not in trained)
-        return frozenset(param.name for param in frozen if self.keymap.stays_quantised(param))
+        wanted = {param.name: coding for param in frozen if (coding := self.coding(param)) is not None}
+        misfits = self._misfits(wanted, axes)
+        if misfits and self.made is not None:
+            raise LayoutError(self._refusal(wanted, misfits[0], axes))
+        return {name: coding for name, coding in wanted.items() if name not in misfits}
+
+    def _misfits(self, wanted: Mapping[str, Coding], axes: Axes) -> list[str]:
+        """Return the matrices whose columns tp cuts within a block."""
+        rules, table = self.spec.rules, self.table
+        return [n for n, coding in wanted.items() if consecutive_columns(table[n], rules, axes) % coding.block]
+
+    def _refusal(self, wanted: Mapping[str, Coding], name: str, axes: Axes) -> str:
+        sizes = [size for size in tp_sizes(self.spec) if not self._misfits(wanted, Axes(tp=size))]
+        run, made = consecutive_columns(self.table[name], self.spec.rules, axes), wanted[name]
+        return (
+            f"frozen={made.name!r} has blocks of {made.block} columns, but with tp={axes.tp} a rank has {run} of "
+            f"{name}; choose tp from {', '.join(map(str, sizes))}"
+        )
+
+    def left_wide(self, trained: Container[str], axes: Axes) -> list[str]:
+        """Return the frozen matrices that are stored as values though others of their kind are stored in 4 bits."""
+        codings = self.codings(trained, axes)
+        if not any(coding.scale is not None for coding in codings.values()):
+            return []
+        frozen = (param for param in self.table if param.low and param.cols and param.name not in trained)
+        return [param.name for param in frozen if param.name not in codings]
+
+
+def _check_frozen(blueprint: Blueprint) -> None:
+    """Refuse `frozen` where there is nothing that it could quantise, or what it would quantise is quantised already."""
+    made, source = blueprint.made, blueprint.keymap.source
+    if made is None:
+        return
+    if source is not None and source.scales:
+        raise ConfigError(
+            f"frozen={made.name!r} quantises weights, but the files hold {next(iter(source.scales))} quantised "
+            "already, and frozen matrices stay as the files have them; leave frozen out"
+        )
+    trained = {*blueprint.trained()}
+    if not any(blueprint.coding(param) for param in blueprint.table if param.name not in trained):
+        what = f"all matrices of {made.block} columns and multiples are trained, and trained weights are float32"
+        raise ConfigError(f"frozen={made.name!r} finds nothing to quantise: {what}; give lora=mw.Lora(), or train=")
 
 
 def _in_fp8(recipe: Recipe, table: Table) -> frozenset[str]:

@@ -21,6 +21,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer
 # of weights later, to fill the bubble (zero bubble, arXiv 2401.10241).
 LATE = ("zero-bubble", "v")
 SCHEDULES = ("1f1b", *LATE)
+FOUR_BITS = ("nf4", "nvfp4", "mxfp4")  # names of codings in ops/codings.py
 
 
 _MARKS = {"costs": "", "choices": (), "number": "", "command": True, "fixed": False}
@@ -289,6 +290,12 @@ class Recipe:
         None, "Train low-rank adapters instead of the matrices: `mw.Lora`. What `train` names is trained too.",
         fixed=True,
     )  # fmt: skip
+    frozen: str | None = option(
+        None, "Quantise frozen matrices to 4 bits while loading (QLoRA, arXiv 2305.14314): \"nf4\", \"nvfp4\" or "
+        '"mxfp4". Matrices that their files hold in 8 or 4 bits stay so without it. Embedding, head, router and norms '
+        "are not quantised. `tp` must leave columns in whole blocks of 64, 16 or 32.",
+        choices=FOUR_BITS, fixed=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type. Type checkers do not see values that come from files and notebooks."""
@@ -309,6 +316,11 @@ class Recipe:
         if self.fp8 not in (None, "block"):
             raise ConfigError(
                 f"fp8={self.fp8!r:.80} is unknown; give fp8='block', or leave it out for matmuls in dtype="
+            )
+        if self.frozen is not None and self.frozen not in FOUR_BITS:
+            raise ConfigError(
+                f"frozen={self.frozen!r:.80} is unknown; choose from {', '.join(FOUR_BITS)}, or leave it out to keep "
+                "frozen matrices as their files have them"
             )
         patterns_of(self.train, "train")
         if patterns_of(self.fp8_skip, "fp8_skip") and self.fp8 is None:
@@ -350,6 +362,7 @@ class RecipeFields(TypedDict, total=False):
     fp8: str | None
     fp8_skip: str | Sequence[str]
     lora: Lora | None
+    frozen: str | None
 
 
 def patterns_of(value: object, argument: str = "train") -> list[str]:

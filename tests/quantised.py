@@ -255,3 +255,55 @@ def in_groups(source: Path, out: Path, form: str) -> Path:
             made |= written(key, tensor, form)
     save_file(made, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+# The 16 quantiles of a normal distribution as bitsandbytes has them (`create_normal_map`).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def nf4_of(key: str, matrix: Tensor, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors that bitsandbytes makes of a matrix, by key, and their values in float32."""
+    table, blocks = torch.tensor(NF4), matrix.float().reshape(-1, 64)
+    absmax = blocks.abs().amax(1)
+    state: dict[str, Any] = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*matrix.shape],
+    }  # fmt: skip
+    made = {f"{key}.absmax": absmax, f"{key}.quant_map": table}
+    if nested:
+        values, offset = torch.linspace(-1, 1, 256) ** 3, absmax.mean().item()
+        of_scales = torch.stack([part.abs().max() for part in (absmax - offset).split(256)]).clamp(min=1e-9)
+        wide = of_scales.repeat_interleave(256)[: len(absmax)]
+        codes = ((absmax - offset) / wide)[:, None].sub(values).abs().argmin(1)
+        made |= {f"{key}.absmax": codes.to(torch.uint8), f"{key}.nested_absmax": of_scales}
+        made |= {f"{key}.nested_quant_map": values}
+        absmax = values[codes] * wide + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = (blocks / absmax[:, None].clamp(min=1e-30))[..., None].sub(table).abs().argmin(-1)
+    pairs = codes.view(-1, 2).to(torch.uint8)
+    made[key] = (pairs[:, 0] * 16 + pairs[:, 1]).view(-1, 1)
+    made[f"{key}.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return made, (table[codes] * absmax[:, None]).view(matrix.shape)
+
+
+def in_nf4(source: Path, out: Path, nested: bool) -> tuple[Path, dict[str, Tensor]]:
+    """Write `source` as transformers does with bitsandbytes, and return its values in float32."""
+    out.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": ["lm_head"],
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config))
+    made, values = dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in tensors(source).items():
+        if is_kept(key, tensor) or tensor.shape[-1] % 64:
+            values[key] = made[key] = tensor
+        else:
+            of_matrix, values[key] = nf4_of(key, tensor, nested)
+            made |= of_matrix
+    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
+    return out, values

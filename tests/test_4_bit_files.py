@@ -98,9 +98,12 @@ def cases_on(mesh: Mapping[str, int]) -> list[Case]:
 def untouched(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
     model = mw.load(at, trials.mesh_of(dict(mesh)), dtype=torch.float32, train="*norm*")
     assert mw.check_weights(model).ok
+    # MXFP8, and what tp cuts within a group, are stored as values.
+    assert all(model.stored()[name].dtype == torch.uint8 for name in model.codings)
+    assert {coding.name for coding in model.codings.values()} <= {"nvfp4", "mxfp4"}
     mw.export(model, out)
     keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
-    stored = model.stored_model(model.stored())
+    stored = model.stored_model(model.values())
     whole = {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
     streamed = {name: sealed(tensor) for name, tensor in mw.stream(model, format="source")}
     return {"values": whole, "streamed": streamed, "bf16": mw.gather(model)}
@@ -229,14 +232,14 @@ def changed(at: Path, out: Path) -> None:
     model = mw.load(at, mesh, dtype=torch.float32, train=[])
     if mesh.rank == 1:
         model.stored()[NAME][-1, -1] += 1
-    with pytest.raises(mw.MeshwrightError, match=r"down_proj\.weight has changed.*MXFP4.*dtype="):
+    with pytest.raises(mw.MeshwrightError, match=r"down_proj\.weight has changed.*MXFP8.*dtype="):
         mw.export(model, out)
     assert not out.exists()
     mw.export(model, out, dtype=torch.float32)
 
 
 def test_what_changed_is_not_written_as_it_was(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
-    at = directory("qwen3", "MXFP4")
+    at = directory("qwen3", "MXFP8")
     worlds.run(2, changed, at, tmp_path / "out")
     assert int((tensors(tmp_path / "out")[KEY] != expected(at)[KEY].float()).sum()) == 1
 
@@ -314,7 +317,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] =
         group_1=quantization_config("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}),
         LoadError, "2 different"),
     **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, repr(method))
-       for method in ("modelopt", "gptq", "awq", "bitsandbytes", "mxfp4")},
+       for method in ("modelopt", "gptq", "awq", "mxfp4")},
 }  # fmt: skip
 
 
@@ -334,23 +337,22 @@ def refused(at: Path) -> tuple[type, str]:
     return type(error.value), str(error.value)
 
 
-def high_first(packed: Tensor) -> Tensor:
+def high_first(packed: Tensor, **_: bool) -> Tensor:
     return right_unpacked(packed.bitwise_left_shift(4) | packed.bitwise_right_shift(4))
 
 
-def multiplied(self: Reader, key: str, rows: range) -> Tensor:
-    divisor = self.source.scales[key].divisor
-    return right_some(self, key, rows) * (self.as_it_is(divisor) ** 2 if divisor else 1)
+def multiplied(self: Reader, key: str) -> Tensor:
+    return 1 / right_divisor(self, key)
 
 
 def groups_of_32(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_formats.Places:
     return right_places(view, shape, quant_formats.Scale(scale.key, (1, 32)))
 
 
-right_places, right_unpacked, right_some = quant_formats.Places.of, quant_formats.unpacked, Reader._scales_of_rows
+right_places, right_unpacked, right_divisor = quant_formats.Places.of, quant_formats.unpacked, Reader._divisor
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "the high four bits first": (load, "unpacked", high_first),
-    "the global scale multiplies": (Reader, "_scales_of_rows", multiplied),
+    "the global scale multiplies": (Reader, "_divisor", multiplied),
     "scales of other groups": (quant_formats.Places, "of", staticmethod(groups_of_32)),
     "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }

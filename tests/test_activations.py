@@ -135,7 +135,7 @@ def test_a_second_micro_batch_meets_all_gradients() -> None:
 # A few layers of each kind run; the others are extrapolated.
 
 
-def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int]]:
+def each_alone(_: object, stage: Any, *_others: object) -> dict[object, list[int]]:
     return {number: [int(number)] for number in stage.module.layers}
 
 

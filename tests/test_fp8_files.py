@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], 
     "no config": (lambda c, f: c.pop("quantization_config"), "is F8_E4M3; layers."),
     "another method": (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq'"),
     "awq": (lambda c, f: c["quantization_config"].update(quant_method="awq"), "'awq'"),
-    "bitsandbytes": (lambda c, f: c["quantization_config"].update(quant_method="bitsandbytes"), "'bitsandbytes'"),
+    "bitsandbytes": (lambda c, f: c["quantization_config"].update(quant_method="bitsandbytes"), "only nf4 in uint8"),
     "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
     "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
     "a bad block": (lambda c, f: c["quantization_config"].update(weight_block_size=[128]), "rows and columns"),
@@ -233,8 +233,8 @@ def from_the_first_row(view: Tensor, shape: Any, scale: quant_formats.Scale) -> 
 
 right_places = quant_formats.Places.of
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "scales divide": (reader, "dequantise", lambda numbers, grid: numbers.float() / grid),
-    "no scales": (reader, "dequantise", lambda numbers, grid: numbers.float()),
+    "scales divide": (reader, "dequantise", lambda numbers, grid, *_: numbers.float() / grid),
+    "no scales": (reader, "dequantise", lambda numbers, grid, *_: numbers.float()),
     "scales of another block": (quant_formats.Places, "of", staticmethod(halves)),
     "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }

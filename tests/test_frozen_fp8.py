@@ -48,7 +48,7 @@ def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str,
     assert codes == model.numbers & stored.keys()
     narrow = outputs_of(model, out / "narrow")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
+        patch.setattr(Blueprint, "codings", lambda *_: {})
         model = load(train=TRAINED[case.name])
         assert not any(t.dtype == torch.uint8 for t in model.stored().values())
         return narrow, outputs_of(model, out / "wide"), codes
@@ -110,7 +110,7 @@ def fp8_matmuls(plain: Path, at: Path) -> None:
     for quantised_ in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not quantised_:
-                patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
+                patch.setattr(Blueprint, "codings", lambda *_: {})
             model = load()
             assert bool(model.numbers) == quantised_
             engine = mw.Engine(model, lr=1e-2)
@@ -301,7 +301,7 @@ def test_torch_checkpoints_convert_back(source: Callable[[str], Path], tmp_path:
 @functools.cache
 def float32_logits(source: Path) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
+        patch.setattr(Blueprint, "codings", lambda *_: {})
         model = mw.load(source, trials.mesh_of(dict(fsdp=2, tp=2)), dtype=F32, train=[])
         return mw.logits(model, tiny.batches(model.mesh.data_rank)[0])
 

@@ -32,7 +32,7 @@ TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 OTHERS = {
     "a format, or a definition of numbers": {
         "ops.fp8_matmul.BLOCK", "optim.int8_state.BLOCK", "optim.int8_state._ONE", "weights.random_init._ROWS",
-        "data.packing_plan.WINDOW",
+        "data.packing_plan.WINDOW", "weights.bitsandbytes.NESTED_BLOCK",
         "engine.vision_sync._BITS", "weights.source._LOOKS", "weights.source._LOOK",
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
         "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP",

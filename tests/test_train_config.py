@@ -155,7 +155,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + '[train]\noptimizer = "adamw_torch"\n', "AdamW is the only optimizer; [optim] has its fields"),
         (PLAIN + "[dpo]\nbeta = 0.1\n", "supervised fine-tuning and pre-training. Losses of your own (DPO"),
         (PLAIN + '[train]\ndeepspeed = "z3.json"\n', "as ZeRO-3 does"),
-        (PLAIN + "[train]\nload-in-4bit = true\n", "a quantised base model is not supported"),
+        (PLAIN + "[train]\nload-in-4bit = true\n", 'frozen = "nf4" of [train] quantises a frozen base'),
         (PLAIN + "[train]\ngradient_accumulation_steps = 8\n", "gradients are accumulated over"),
         (PLAIN + "[train]\nper_device_train_batch_size = 8\n", "tokens_per_step of [train] is the batch"),
         (PLAIN + "[pipeline]\nstage = 2\n", "did you mean stages?"),
@@ -227,6 +227,7 @@ def places(section: type[BaseModel], at: str = "") -> list[tuple[str, FieldInfo]
 
 
 VALUES = {  # where the default says nothing of what else there may be
+    "frozen": "nf4",
     "mesh": "2", "share": "1", "length": "1024", "tokens_per_step": "65536", "epochs": "2.5", "tokens": "3M",
     "too_long": "drop", "thinking": "true", "betas": "[0.8, 0.9]", "max_norm": "false", "keep": "5", "steps": "4",
     "time_limit": "1.5", "keep_every": "400", "kind": "text", "turns": "last", "split": "line", "on_bad": "skip",

@@ -225,20 +225,21 @@ def check_same_adapters(model: Model, saved: Mapping[str, Any] | None, at: Path)
         raise CheckpointError(
             f"{at} has {has}, but the engine's model was loaded with {needs}; load it as it was saved"
         )
-    name = next(name for name in now if now[name] != saved.get(name))
+    name = next(name for name in {**now, **saved} if now.get(name) != saved.get(name))
+    field = name if name == "frozen" else f"lora.{name}"
     fix = (
         "load the base that they were trained with"
         if name == "base"
-        else f"load the model with lora.{name}={saved.get(name)!r}"
+        else f"load the model with {field}={saved.get(name)!r}"
     )
     raise CheckpointError(
-        f"the adapters of {at} have {name}={saved.get(name)!r}, the engine's model has {now[name]!r}; {fix}"
+        f"the adapters of {at} have {name}={saved.get(name)!r}, the engine's model has {now.get(name)!r}; {fix}"
     )
 
 
 def adapter_record(model: Model) -> dict[str, Any] | None:
     """Return what a checkpoint notes of the adapters and of the base they belong to."""
-    lora, source = model.recipe.lora, model.keymap.source
+    lora, source, frozen = model.recipe.lora, model.keymap.source, model.recipe.frozen
     if lora is None:
         return None
     base = source.checksum() if source is not None else model.blueprint.origin
@@ -248,4 +249,5 @@ def adapter_record(model: Model) -> dict[str, Any] | None:
         "expert_rank": lora.expert_rank,
         "rslora": lora.rslora,
         "base": base,
+        **({"frozen": frozen} if frozen else {}),
     }

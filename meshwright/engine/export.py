@@ -76,7 +76,7 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
                 f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
             )
         stored, written = _stored_tensors(model, which), _in_format(keymap, model, form)
-        _check_shapes(stored, model.pieces)
+        _check_shapes(model, stored, model.pieces)
         if written.scales:
             weights.check_scaled(model.stored_model(stored), written)
         if stored and which == "weight":
@@ -136,7 +136,7 @@ def export(
     becomes that of a classifier, and the untrained vocabulary head is left out unless `keep_lm_head`. `merge`: with
     adapters (LoRA) merged into their weights; `export_adapter` writes the adapters alone.
     """
-    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format), merge)
+    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(model, dtype, format, merge), merge)
     planned = _agreed_export(model, "export", directory, choices)
     if not merge:
         weights.write_directory(model.stored_model(model.values()), planned)
@@ -156,7 +156,7 @@ def check_export(
 
     It writes nothing. It cannot know the weights that training will produce, so an overflow shows up only in `export`.
     """
-    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format), merge)
+    choices = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(model, dtype, format, merge), merge)
     planned = _agreed_export(model, "check_export", directory, choices)
     weights.check_export(model.mesh, planned)
 
@@ -172,11 +172,19 @@ class ExportOptions:
     merge: bool = False  # adapters into their weights
 
 
-def _format_of(dtype: torch.dtype | None, form: str | None) -> str:
-    """Return the format to write. Without arguments it is that of the source, 8-bit formats included."""
+def _format_of(model: Model, dtype: torch.dtype | None, form: str | None, merge: bool) -> str:
+    """Return the format to write. Without arguments it is that of the source, 8-bit formats included; but merged
+    weights of a source in a read-only format, such as 4 bits, are written as values.
+    """
     if dtype is not None and form is not None:
         raise ConfigError(f"dtype={dtype}, format={form!r}: give one of them; a dtype needs format='values'")
-    return form or ("source" if dtype is None else "values")
+    check_is_model(model)
+    return form or ("source" if dtype is None and not (merge and _read_only(model)) else "values")
+
+
+def _read_only(model: Model) -> list[tuple[str, str]]:
+    """Return the keys in formats that are only read, with their formats."""
+    return [each for param in model.table if (each := model.keymap.only_read(param)) is not None]
 
 
 def _agreed_export(
@@ -206,7 +214,7 @@ def _check_merge(model: Model, choices: ExportOptions) -> None:
         )
     if choices.merge:
         check_has_adapters(model, "export(merge=True)")
-        read_only = [each for param in model.table if (each := model.keymap.only_read(param)) is not None]
+        read_only = _read_only(model)
         if read_only and choices.form == "source":
             key, form = read_only[0]
             raise ConfigError(
@@ -227,21 +235,22 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
     arithmetic on all ranks, so each rank checks a share of the parameters.
     """
     spec, mesh = model.blueprint.spec, model.mesh
-    _check_shapes(values, pieces)
+    _check_shapes(model, values, pieces)
     for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
         check_rows_to_write(model.table[name], spec, mesh.axes)
 
 
-def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
+def _check_shapes(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
     """Refuse tensors of another shape than this rank's pieces."""
-    live = (
-        values.stored if isinstance(values, weights.Values) else values
-    )  # codes have the same shapes: no dequantising
+    live = values.stored if isinstance(values, weights.Values) else values  # as stored: no dequantising
     for name, tensor in live.items():
-        if tensor.shape != pieces[name].shape:
+        shape = pieces[name].shape
+        if name in model.codings:
+            shape = model.codings[name].stored(shape)
+        if tensor.shape != shape:
             raise ExportError(
-                f"{name} is stored as {tuple(tensor.shape)}, but this rank's piece is {pieces[name].shape}; nothing "
-                "was written. Something has replaced the parameter: load the model again"
+                f"{name} is stored as {tuple(tensor.shape)}, but this rank's piece is {shape}; nothing was written. "
+                "Something has replaced the parameter: load the model again"
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..axes import Axes
-from ..memory.meta_model import FakeMesh, MetaKernels, forward, meta_copy
+from ..memory.meta_model import FakeMesh, MetaKernels, Seen, forward, meta_copy
 from ..mesh.collectives import OPS
 from ..models import Decoder
 from ..sharding import ShardingSpec, Stage, begins_in
@@ -50,7 +50,7 @@ def _copy_of_part(spec: ShardingSpec, stage: Stage, part: str, fake_mesh: FakeMe
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    return meta_copy(spec, whole, fake_mesh, compute, spec.recipe.memory, [*map(int, numbers)])
+    return meta_copy(spec, whole, fake_mesh, Seen(compute, spec.recipe.memory), [*map(int, numbers)])
 
 
 def _count_backward(part: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:

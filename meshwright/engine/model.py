@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from .. import parallel
 from ..blueprint import Blueprint
 from ..checkpoint import extents_of_model
-from ..errors import ConfigError, LoadError, StateError
+from ..errors import ConfigError, LoadError, StateError, counted
+from ..log import logger
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Quantisable, without_adapters
+from ..ops.codings import Coding
 from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
 from ..recipe import Pipeline, Recipe, RecipeFields
@@ -45,7 +47,6 @@ from ..sharding import (
 )
 from ..weights import (
     ADAPTERS,
-    BYTES,
     CONFIG,
     KeyMap,
     Reader,
@@ -79,7 +80,7 @@ class CallState:
     pending: object | None = None  # the step whose gradients are on the parameters
     half_updated: str = ""  # the update that was interrupted: the parameters are then a mixture of two steps
     in_loss: bool = False  # true while the user's loss runs, which must not call its own model
-    # FP8 codes as loaded, each with the version counter of its tensor, which torch raises with every in-place write.
+    # Codes as loaded, each with the version counter of its tensor, which torch raises with every in-place write.
     loaded: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
 
@@ -160,13 +161,18 @@ class Model:
 
     @cached_property
     def kept(self) -> Mapping[str, torch.dtype]:
-        """Return the storage dtype of each parameter, on any rank. FP8 codes count as the dtype of their values."""
+        """Return the storage dtype of each parameter, on any rank. Codes count as the dtype of their values."""
         return self.blueprint.stored_dtypes(self.dtype, {*self.trained})
 
     @cached_property
+    def codings(self) -> Mapping[str, Coding]:
+        """Return the frozen parameters that are stored as codes in 8 or 4 bits, on any rank, and how."""
+        return self.blueprint.codings({*self.trained}, self.mesh.axes)
+
+    @property
     def numbers(self) -> frozenset[str]:
-        """Return the names of the parameters stored as FP8 codes, on any rank."""
-        return self.blueprint.stays_quantised({*self.trained})
+        """Return the names of the parameters that are stored as codes, on any rank."""
+        return frozenset(self.codings)
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -208,7 +214,8 @@ class Model:
     def stored(self) -> dict[str, Tensor]:
         """Return the local tensor of every parameter: live memory, not copies.
 
-        A frozen FP8 matrix is its codes, as uint8, without scales; `values` dequantises them.
+        A frozen matrix in 8 bits is its codes, as uint8, without scales; one in 4 bits is rows of codes and scales
+        (ops/codings.py). `values` dequantises them.
         """
         return {name: piece.detach() for name, piece in self.to_update().items()}
 
@@ -218,7 +225,7 @@ class Model:
         return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
     def values(self) -> Values:
-        """Return the local values of every parameter. FP8 codes are dequantised on each access, one at a time."""
+        """Return the local values of every parameter. Codes are dequantised on each access, one at a time."""
         stored = self.stored()
         # A module holds the scales of the whole matrix that FSDP gathers; this rank stores only some of its rows.
         grids = {name: holder.grids[last] for name, holder, last in self._quantised_holders()}
@@ -226,10 +233,10 @@ class Model:
         return Values(stored, local)
 
     def _quantised_holders(self) -> Iterator[tuple[str, Quantisable, str]]:
-        """Yield the frozen FP8 parameters of this rank, each with its module and attribute."""
-        for name, holder, last in self._holders if self.numbers else []:
-            if name in self.numbers:
-                assert isinstance(holder, Quantisable), "FP8 codes belong to a module with scales"
+        """Yield the parameters of this rank that are stored as codes, each with its module and attribute."""
+        for name, holder, last in self._holders if self.codings else []:
+            if name in self.codings:
+                assert isinstance(holder, Quantisable), "codes belong to a module with scales"
                 yield name, holder, last
 
     def grads(self) -> dict[str, Tensor]:
@@ -248,7 +255,7 @@ class Model:
         """Return the memory that training takes on this mesh, by rank."""
         held = held_while_training(
             self.dtype, frozenset(self.trained), optimizer, offload=self.recipe.memory.offload,
-            narrow=_itemsizes(self.kept), numbers=self.numbers, low=self.low.names,
+            narrow=_itemsizes(self.kept), numbers=self.codings, low=self.low.names,
         )  # fmt: skip
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
@@ -276,8 +283,9 @@ class Model:
             raise StateError(f"{self.calls.half_updated}; load the model again")
         for name, (codes, version) in self.calls.loaded.items():
             if codes._version != version:
+                bits = 8 if self.codings[name].scale is None else 4
                 raise StateError(
-                    f"{name} is frozen and stays in 8 bits: model.stored() has its FP8 codes without their scales, and "
+                    f"{name} is frozen and stays in {bits} bits: model.stored() has its codes, not its values, and "
                     "something has overwritten them. Load the model again, with a train= that includes it"
                 )
 
@@ -327,7 +335,7 @@ def load(
         model = put_on_mesh(blueprint, mesh or Mesh())
         # The ranks for which one rank reads: with read="rank" a range of one.
         node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
-        plan = list(plan_reads(model.blueprint.spec, model.mesh.axes, node, model.keymap, numbers=model.numbers))
+        plan = list(plan_reads(model.blueprint.spec, model.mesh.axes, node, model.keymap, numbers=model.codings))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     scaled = model.keymap.source
     assert scaled is not None
@@ -350,7 +358,8 @@ def _with_adapter_files(recipe: Recipe) -> Recipe:
 def _origin(files: Source, recipe: Recipe) -> str:
     """Name the weights, for the comparison between ranks."""
     adapters = "" if recipe.lora is None else f" and {recipe.lora}{peft_files.checksum(recipe.lora)}"
-    return f"files with checksum {files.checksum()}{adapters}"
+    frozen = "" if recipe.frozen is None else f", frozen in {recipe.frozen}"
+    return f"files with checksum {files.checksum()}{adapters}{frozen}"
 
 
 @show_fields_in_help(Recipe)
@@ -362,6 +371,10 @@ def init(
     recipe, directory = Recipe(**fields), local_directory(source, mesh, weights=False)
     if recipe.lora is not None and recipe.lora.path:
         raise ConfigError(f"lora.path={recipe.lora.path!r} goes on from trained adapters, and mw.init draws a new base")
+    if recipe.frozen is not None:
+        raise ConfigError(
+            f"frozen={recipe.frozen!r} quantises weights of files, and mw.init draws new ones; leave it out"
+        )
     extents_of_model(directory)  # refuses a damaged config or tokenizer of a checkpoint
     config = read_config(directory)
     check_unquantised(config)
@@ -379,23 +392,22 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     Everything that can be refused is refused before the first allocation.
     """
     compute = blueprint.compute
-    # `requires_grad` is set on the meta parameters, from which the placed ones inherit it.
     trained = {*blueprint.trained()}
-    for name in blueprint.table.params:
-        blueprint.module.get_parameter(name).requires_grad_(name in trained)
+    blueprint.mark(trained)
     _refuse_training_read_only(blueprint, trained)
     memory = parallel.with_compiled(blueprint.recipe, blueprint.module, mesh.device).memory
     blueprint = with_hold(blueprint.with_options(memory=memory), mesh.axes, compute, mesh.least_bytes)
     # Compare with the memory of the devices before any is allocated. The optimizer is not known yet, so only weights
     # count now; `Engine` compares again.
-    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
+    values, codings = blueprint.stored_dtypes(compute, trained), blueprint.codings(trained, mesh.axes)
+    _log_left_wide(blueprint.left_wide(trained, mesh.axes), mesh)
     low = gathered_in_fp8(blueprint.spec, trained, wide=memory.gathers_wide)
     weights_alone = held_while_training(
-        compute, frozenset(), offload=memory.offload, narrow=_itemsizes(values), numbers=numbers, low=low
+        compute, frozenset(), offload=memory.offload, narrow=_itemsizes(values), numbers=codings, low=low
     )
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
-    stored = {**values, **dict.fromkeys(numbers, BYTES)}
+    stored: dict[str, torch.dtype | Coding] = {**values, **codings}
     # Counted on the meta device, so before `distribute` places the same modules.
     begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, trained)
     stages, fp8_gather = parallel.distribute(blueprint.spec, mesh, compute, stored)
@@ -408,6 +420,15 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
     names = tuple(name for name in blueprint.table.params if name in trained)
     return Model(mesh, blueprint, stages, fp8_gather, names, small, begun)
+
+
+def _log_left_wide(names: list[str], mesh: Mesh) -> None:
+    """Say which matrices are stored as values though others of their kind are stored in 4 bits."""
+    if names and mesh.rank == 0:
+        logger.info(
+            "%s is stored as values and not in 4 bits, as %s: the columns of a rank are not whole blocks",
+            names[0], counted(len(names), "such matrix", "such matrices"),
+        )  # fmt: skip
 
 
 def _itemsizes(values: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -423,8 +444,8 @@ def _refuse_training_read_only(blueprint: Blueprint, trained: Container[str]) ->
             key, form = read_only
             raise ConfigError(
                 f"{key} is {form}, a format that Meshwright reads but cannot train, and train= includes {param.name}; "
-                "train other parameters, such as train=['*norm*'], or none with train=[], or use the model in bfloat16 "
-                "or FP8"
+                "train others, such as train=['*norm*'], adapters with lora=mw.Lora(), or none with train=[], "
+                "or use the model in bfloat16 or FP8"
             )
 
 
@@ -437,7 +458,8 @@ def _refuse_state_dict(*_: object) -> None:
 
 
 def _read_frozen_scales(model: Model, source: Source, together: bool) -> int:
-    """Read the scales of frozen FP8 parameters, and return how many bytes they are.
+    """Read the scales of frozen parameters in 8 bits, and what those of 4 bits are divided by. Return how many bytes
+    were read.
 
     A rank reads the scales of the whole matrix that FSDP gathers on it, not only of its rows. `together`: other ranks
     wait for what this one reads, so all raise if one fails.
@@ -449,7 +471,8 @@ def _read_frozen_scales(model: Model, source: Source, together: bool) -> int:
             for name, holder, last in model._quantised_holders():
                 param = model.table[name]
                 box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-                holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
+                grid = grid_of(param, box, chosen(param, keymap.choice), reader, model.codings[name])
+                holder.grids[last] = grid.to(mesh.device)
 
         if together and model.numbers:
             mesh.together(read, "the reading of scales", LoadError, "nothing was loaded")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
+from ..ops.codings import FP8
 from ..optim import AdamW, Optimizer
 from ..sharding import Charge, Pictures, Work, bill
 from .agreement import NUM_COLUMNS, STEP, agreement_name
@@ -29,7 +30,7 @@ def step_bill(
     frozen = frozenset(model.table.params) - {*model.trained}
     if forced_tower_runs(model, num_batches):  # the tower runs even without pictures
         pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
-    numbers = model.numbers | model.low.names
+    numbers = {**model.codings, **dict.fromkeys(model.low.names, FP8)}
     work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
     return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux, optimizer)
 

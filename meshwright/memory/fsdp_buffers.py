@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..axes import Axes
-from ..recipe import MemoryOptions
+from ..ops.codings import FP8, Coding
 from ..sharding import (
     GATHERED,
     GRADIENTS,
@@ -36,24 +36,26 @@ from ..sharding import (
     narrow_bytes,
     padded,
 )
+from .meta_model import Seen
 
 Add = Callable[[str, int], None]
 
 
 def sharded_units(
-    spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], compute: torch.dtype,
-    memory: MemoryOptions,
-) -> dict[Unit, tuple[int, int]]:  # fmt: skip
+    spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], seen: Seen
+) -> dict[Unit, tuple[int, int]]:
     """Return the units that FSDP shards, without ignored parameters, each with its bytes when gathered, and the bytes
     of its gradients when they are reduced."""
+    compute, memory = seen.compute, seen.memory
     stored = torch.promote_types(compute, torch.float32).itemsize
+    codings = {name: form for name, form in seen.frozen.items() if isinstance(form, Coding)}
     fp8_weights = gathered_in_fp8(spec, spec.table.params, wide=memory.gathers_wide)
     sizes = dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         # The condition under which `parallel.fsdp.shard` wraps a unit.
         if memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             num_shards = prod(axes.sizes(unit.shard))
-            coded = fp8_weights if num_shards > 1 else frozenset()
+            coded = {**dict.fromkeys(fp8_weights if num_shards > 1 else (), FP8), **codings}
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))
             gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, coded)
             summed = stored + narrow_bytes(spec, axes, exact, compute.itemsize, stored)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -19,11 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..axes import Axes
-from ..models import Decoder
+from ..models import Decoder, Quantisable
 from ..models.decoder import Embedding
+from ..ops.codings import Coding, in_memory
 from ..parallel import context, expert, recompute, tensor
 from ..recipe import MemoryOptions
-from ..sharding import ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
+from ..sharding import Param, ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The forms in which a forward sees parameters. `frozen`: of those that are not trained, the dtype in which they
+    are stored, or their coding in 8 or 4 bits.
+    """
+
+    compute: torch.dtype
+    memory: MemoryOptions
+    frozen: Mapping[str, torch.dtype | Coding] = field(default_factory=dict)
 
 
 class FakeMesh:
@@ -123,9 +135,7 @@ def _shapes(value: Any) -> Any:
     return (type(value), *map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
-def meta_copy(
-    spec: ShardingSpec, stage: Stage, mesh: Any, compute: torch.dtype, memory: MemoryOptions, layers: Sequence[int]
-) -> Decoder:
+def meta_copy(spec: ShardingSpec, stage: Stage, mesh: Any, seen: Seen, layers: Sequence[int]) -> Decoder:
     """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed.
 
     deepcopy with a memo that maps each parameter to its meta shard: modules, buffers and ties are copied by torch, and
@@ -133,21 +143,23 @@ def meta_copy(
     """
     stage_model: Decoder = stage.module
     original = stage_model.with_layers(layers)
-    dtypes = dict(_dtypes(spec, stage, mesh.axes, compute, memory))
-    shaped = {id(p): _shaped(p, name, spec, mesh, dtypes[name]) for name, p in original.named_parameters()}
+    forms = dict(_forms(spec, stage, mesh.axes, seen))
+    shaped = {id(p): _shaped(p, name, spec, mesh, forms[name]) for name, p in original.named_parameters()}
     model = deepcopy(original, dict(shaped))
+    for name, parameter in model.named_parameters():
+        _add_grid(model, name, spec.table[name], parameter, forms[name])
     for name, span in find_doors(model, Span):
         span.start, span.stop = spec.rules.span(span.dim, span.size, mesh.axes, mesh.coords, name)
     for name in spec.fp8 & {name for name, _ in model.named_parameters()}:
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner).in_fp8 |= {last}  # type: ignore[operator]
     if isinstance(model.embed, Embedding):
-        model.embed.compute = compute
+        model.embed.compute = seen.compute
     recompute.disarm(model)  # a compiled `run` of the original would run the original's layer
     tensor.arm(model, mesh)
     context.arm(replace(spec, module=model), model, mesh)
-    expert.arm(model, mesh, token_once=memory.token_once)
-    recompute.arm(model, replace(memory, compiled=False))
+    expert.arm(model, mesh, token_once=seen.memory.token_once)
+    recompute.arm(model, replace(seen.memory, compiled=False))
     return model
 
 
@@ -162,20 +174,35 @@ def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = N
     return model(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), model.scores[0], x_TD)[0]
 
 
-def _dtypes(
-    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, memory: MemoryOptions
-) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the dtype in which a forward sees each parameter: compute if FSDP gathers it, as stored otherwise."""
-    stored = torch.promote_types(compute, torch.float32)
+def _forms(spec: ShardingSpec, stage: Stage, axes: Axes, seen: Seen) -> Iterator[tuple[str, torch.dtype | Coding]]:
+    """Yield the form in which a forward sees each parameter: codes as they are, else the compute dtype if FSDP gathers
+    it, and as stored otherwise."""
+    stored = torch.promote_types(seen.compute, torch.float32)
     for unit in stage.units:
-        wrapped = memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
+        wrapped = seen.memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
         for name in unit.params:
-            yield name, compute if wrapped and not spec.table[name].float32 else stored
+            own = seen.frozen.get(name, stored)
+            gathered = wrapped and not spec.table[name].float32 and not isinstance(own, Coding)
+            yield name, seen.compute if gathered else own
 
 
-def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, mesh: Any, dtype: torch.dtype) -> nn.Parameter:
+def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, mesh: Any, form: torch.dtype | Coding) -> nn.Parameter:
     """Return an empty meta parameter in the shape of this rank's shard."""
     param = spec.table[name]
     box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-    made = torch.empty(matrix_shape(param, box.shape), device="meta", dtype=dtype)
-    return nn.Parameter(made, requires_grad=given.requires_grad)
+    shape, dtype = in_memory(matrix_shape(param, box.shape), form)
+    return nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=given.requires_grad)
+
+
+def _add_grid(model: Decoder, name: str, param: Param, stored: Tensor, form: torch.dtype | Coding) -> None:
+    """Give a module the scales of a matrix that is stored as codes, as loading does."""
+    if not isinstance(form, Coding):
+        return
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    assert isinstance(module, Quantisable), "codes belong to a module with scales"
+    # tp cuts columns of codes in whole blocks, so their share of the row is that of its bytes.
+    columns = param.matrix[1] * stored.shape[1] // form.row_bytes(param.matrix[1])
+    rows = torch.empty(len(stored), dtype=torch.int64, device="meta")
+    scales = torch.empty(1, 1 if form.scale is not None else columns, device="meta")
+    module.grids[last] = ops.Grid(scales, rows, torch.empty(columns, dtype=torch.int64, device="meta"), form)

@@ -28,6 +28,7 @@ from .. import ops
 from ..axes import Axes
 from ..models import Decoder
 from ..models.decoder import Embedding
+from ..ops.codings import Coding
 from ..recipe import MemoryOptions
 from ..sharding import (
     GATHERED,
@@ -43,7 +44,7 @@ from ..sharding import (
 )
 from ..sharding.schedules import BACKWARD, FORWARD, WEIGHT
 from .fsdp_buffers import FsdpBuffers, sharded_units
-from .meta_model import FakeMesh, MetaKernels, forward, meta_copy
+from .meta_model import FakeMesh, MetaKernels, Seen, forward, meta_copy
 
 ACTIVATIONS = "activations"
 # How many layers of each kind run. In backward, FSDP reduces the gradients of one layer while it gathers another. So
@@ -56,6 +57,7 @@ class StepWork:
     """The work of a step on one data rank.
 
     `tokens`: in one micro-batch. `num_batches`: micro-batches. `compute`: the compute dtype. `kind`: the device type.
+    `frozen`: the dtype in which each frozen parameter is stored, or its coding in 8 or 4 bits.
     """
 
     tokens: int
@@ -63,6 +65,12 @@ class StepWork:
     compute: torch.dtype = torch.bfloat16
     memory: MemoryOptions = MemoryOptions()
     kind: str = "gpu"
+    frozen: Mapping[str, torch.dtype | Coding] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> Seen:
+        """Return the forms in which a forward sees parameters."""
+        return Seen(self.compute, self.memory, self.frozen)
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,8 @@ class Live(MetaKernels):
 
 def activations(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> Activations:
     """Simulate one micro-batch in a stage of a rank."""
-    return _activations(spec, stage, mesh, work, _kinds(spec, stage, _units_with_grad(spec, stage, mesh.axes)))
+    kinds = _kinds(spec, stage, _units_with_grad(spec, stage, mesh.axes), work.frozen)
+    return _activations(spec, stage, mesh, work, kinds)
 
 
 def _activations(
@@ -176,8 +185,8 @@ def _activations(
 ) -> Activations:
     """Simulate a stage whose layers are already grouped by kind."""
     numbers = sorted(number for same in kinds.values() for number in same[-_RUN:])
-    model = meta_copy(spec, stage, mesh, work.compute, work.memory, numbers)
-    units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.compute, work.memory)
+    model = meta_copy(spec, stage, mesh, work.seen, numbers)
+    units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.seen)
     names = {name for name, _ in model.named_modules()}
     grads = _grads(spec, stage, mesh, work)
     skipped = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
@@ -221,12 +230,17 @@ def _units_with_grad(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
     return passed(stage, spec, axes, _trained(spec), pictures=False)
 
 
-def _kinds(spec: ShardingSpec, stage: Stage, has_grad: Collection[str]) -> dict[object, list[int]]:
+def _kinds(
+    spec: ShardingSpec, stage: Stage, has_grad: Collection[str], frozen: Mapping[str, torch.dtype | Coding]
+) -> dict[object, list[int]]:
     """Group layers that hold equal memory: by parameters, precision, and whether a gradient passes through them."""
     kinds: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
-        kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
+        kind = [
+            (name, p.shape, p.requires_grad, at + name in spec.fp8, frozen.get(at + name))
+            for name, p in layer.named_parameters()
+        ]
         kinds.setdefault((f"layers.{number}" in has_grad, *kind), []).append(int(number))
     return kinds
 
@@ -260,7 +274,7 @@ def most_held(
     mesh, first, cache = FakeMesh(axes, rank), _first(spec, axes), {} if cache is None else cache
     by_stage = dict[int, Activations]()
     for stage in spec.stages(axes, rank):
-        kinds = _kinds(spec, stage, _units_with_grad(spec, stage, axes))
+        kinds = _kinds(spec, stage, _units_with_grad(spec, stage, axes), work.frozen)
         key = _cache_key(stage, kinds, carried=stage.number > first)
         if key not in cache:
             cache[key] = _activations(spec, stage, mesh, work, kinds)

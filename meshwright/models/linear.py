@@ -15,18 +15,18 @@ ALL = slice(None)
 
 
 class Quantisable(nn.Module):
-    """A module with matrices that may be stored in FP8, or have FP8 matmuls."""
+    """A module with matrices that may be stored in 8 or 4 bits, or have FP8 matmuls."""
 
     in_fp8: frozenset[str] = frozenset()  # names of those with FP8 matmuls; set by `parallel`
 
     def __init__(self) -> None:
         super().__init__()
-        self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored in FP8; set when loading
+        self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored as codes; set when loading
         self.blocks: dict[str, ops.Blocks] = {}  # of those that a step has quantised; `parallel` sets and drops them
 
     def as_operand(self, name: str, stored: Tensor) -> ops.Weight:
-        """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
-        return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
+        """Return a parameter as matmuls take it: with its scales, if it is stored as codes."""
+        return ops.FrozenWeight(stored, self.grids[name]) if name in self.grids else stored
 
     def fp8(self, name: str) -> ops.Fp8:
         """Tell whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""

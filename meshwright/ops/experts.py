@@ -153,7 +153,7 @@ def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Ten
 class _LateGroups(torch.autograd.Function):
     """A grouped matmul whose backward can defer the weight gradient (zero bubble).
 
-    For weights in FP8 it saves their codes and dequantises them again in backward.
+    Of weights in 8 or 4 bits it saves the codes, and dequantises them again in backward.
     """
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import Matrix, concat_weights, fp8_linear
-from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
+from .fp8_storage import FrozenWeight, Weight, join_weights, split_weights
 from .fp8_tensor import Blocks, Fp8, Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
@@ -45,17 +45,17 @@ def linears(
 ) -> tuple[Tensor, ...]:
     """Apply `linear` to the same x with each of the weights, as one GEMM: small ones are slow.
 
-    Weights may be FP8 codes, mixed with plain ones; each part of the result is a view.
+    Weights may be codes in 8 or 4 bits, mixed with plain ones; each part of the result is a view.
     """
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    run = _fp8_stored_linears if any(isinstance(weight, Fp8Weight) for weight in weights) else _Linears.apply
+    run = _frozen_linears if any(isinstance(weight, FrozenWeight) for weight in weights) else _Linears.apply
     y: Tensor = run(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
 
 @uncompiled  # torch.compile accepts only tensors as operands of an autograd.Function
-def _fp8_stored_linears(x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Weight) -> Tensor:
-    """Run `_Linears` with weights that are FP8 codes."""
+def _frozen_linears(x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Weight) -> Tensor:
+    """Run `_Linears` with weights that are codes in 8 or 4 bits."""
     y: Tensor = _Linears.apply(x, bias, fp8, *weights)
     return y
 

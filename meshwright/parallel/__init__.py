@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from ..axes import DENSE, REPLICA, TOKENS, Axes
 from ..errors import LayoutError
 from ..mesh import Mesh
+from ..ops.codings import Coding, in_memory
 from ..sharding import (
     ShardingSpec,
     Span,
@@ -62,12 +63,12 @@ _AXES = (
 
 
 def distribute(
-    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
+    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype | Coding]
 ) -> tuple[tuple[Stage, ...], Fp8Gather]:
     """Turn a model on the meta device into this rank's shard of it, with uninitialised parameters.
 
     Return the pipeline stages of this rank, and the weights that FSDP all-gathers in FP8. `stored` is the dtype in
-    which each parameter is stored (its master copy).
+    which each parameter is stored (its master copy), or the coding of a frozen one in 8 or 4 bits.
 
     Starting from the meta device bounds host memory: a rank never allocates a parameter that it does not store. Loaders
     that build the whole model on each rank first need ranks x model of host memory (ms-swift#9980: 16 x 136 GB).
@@ -86,7 +87,7 @@ def distribute(
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
     low = gathered_in_fp8(spec, trained, wide=spec.recipe.memory.gathers_wide)
     # FSDP pads lazily, in a copy. FP8 hooks and version counters hang on the tensor object, and a copy would lose them.
-    for stage in stages if low or torch.uint8 in stored.values() else ():
+    for stage in stages if low or any(isinstance(form, Coding) for form in stored.values()) else ():
         fsdp.pad_shards(stage.module)
     return stages, Fp8Gather(stages, spec, mesh, compute, low)
 
@@ -100,7 +101,7 @@ def _mark_fp8(spec: ShardingSpec) -> None:
 
 
 def _place(
-    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
+    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype | Coding]
 ) -> None:
     """Shard one pipeline stage: cut, arm, wrap, allocate. See the module's docstring for why in this order."""
     model, names, memory = stage.module, [name for name, _ in stage.module.named_parameters()], spec.recipe.memory
@@ -114,7 +115,7 @@ def _place(
     options = fsdp.ShardOptions(compute, memory.offload, spec.sends_narrow(mesh.axes.pp))
     fsdp.shard(model, stage.units, exact, mesh, options)
     _allocate(model, mesh, memory.offload)
-    _check_placed(names, spec, model, mesh)
+    _check_placed(names, spec, model, mesh, stored)
 
 
 def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
@@ -137,7 +138,9 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
             mesh.process_group(axes)
 
 
-def _check_placed(names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
+def _check_placed(
+    names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype | Coding]
+) -> None:
     """Check that FSDP2 stores the shape that the declaration says.
 
     FSDP2 pads and chunks by its own rule. For uneven strided shards that rule is known to differ from the expected one
@@ -145,19 +148,23 @@ def _check_placed(names: Iterable[str], spec: ShardingSpec, model: nn.Module, me
     """
     expected = pieces(spec, mesh.axes, mesh.rank)
     for name in names:
-        actual = tuple(local(model.get_parameter(name)).shape)
-        if actual != expected[name].shape:
-            raise LayoutError(f"{name}: rank {mesh.rank} stores {actual}, but the table says {expected[name].shape}")
+        actual, (shape, _) = (
+            tuple(local(model.get_parameter(name)).shape),
+            in_memory(expected[name].shape, stored[name]),
+        )
+        if actual != shape:
+            raise LayoutError(f"{name}: rank {mesh.rank} stores {actual}, but the table says {shape}")
 
 
 def _cut(
-    names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype]
+    names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype | Coding]
 ) -> None:
     """Replace each parameter by an empty tensor of this rank's tp and ep shard, still on the meta device."""
     for name in names:
         param = spec.table[name]
         box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-        _replace_parameter(model, name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored[name]))
+        shape, dtype = in_memory(matrix_shape(param, box.shape), stored[name])
+        _replace_parameter(model, name, torch.empty(shape, device="meta", dtype=dtype))
 
 
 def _replace_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -20,9 +20,10 @@ from ..blueprint import Blueprint
 from ..engine.gradient_start import begun_backward
 from ..engine.step_bill import engine_bill
 from ..errors import ConfigError
-from ..memory.budget import Need, choices, fits, held_while_training, widths_of, with_hold
+from ..memory.budget import Need, choices, fits, held_while_training, stored_dtype, widths_of, with_hold
 from ..memory.simulate import StepWork
 from ..mesh import Memory
+from ..ops.codings import FP8, Coding
 from ..optim import AdamW, Optimizer
 from ..parallel import mark
 from ..recipe import MemoryOptions
@@ -111,9 +112,11 @@ class Figures:
         # A device of unknown size has 0 bytes: then hold=True is chosen only where the schedule needs it.
         blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", blueprint)
-        work = replace(self.work, numbers=self.gathered_in_fp8)
+        work = replace(self.work, numbers={**dict.fromkeys(self.gathered_in_fp8, FP8), **self.codings})
         if blueprint.recipe.lora is not None and not work.frozen:  # a loaded model has counted before it was sharded
             # Gradients begin at the first adapter, in the middle of a layer, and on one rank of the pipeline only.
+            if next(blueprint.module.parameters()).is_meta:
+                blueprint.mark(self.trained)
             frozen = frozenset(blueprint.table.params) - self.trained
             begins = begun_backward(blueprint.spec, self.axes, 0, COMPUTE, self.trained)
             work = replace(work, frozen=frozen, begins=begins)
@@ -160,17 +163,35 @@ class Figures:
         return frozenset(blueprint.table.params if blueprint.recipe.lora is None else blueprint.trained())
 
     @cached_property
+    def frozen_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in which the values of each frozen parameter are stored: that of its files."""
+        if self.blueprint.recipe.lora is None:
+            return {}
+        dtypes = self.blueprint.stored_dtypes(COMPUTE, self.trained)
+        return {name: dtype for name, dtype in dtypes.items() if name not in self.trained}
+
+    @cached_property
+    def codings(self) -> dict[str, Coding]:
+        """Return how the frozen matrices are stored that are stored in 8 or 4 bits."""
+        return {} if self.blueprint.recipe.lora is None else self.blueprint.codings(self.trained, self.axes)
+
+    def stored_form(self, name: str) -> torch.dtype | Coding:
+        """Return how a parameter is stored: in float32 if it is trained."""
+        return self.codings.get(name) or self.frozen_dtypes.get(name, stored_dtype(COMPUTE))
+
+    @property
+    def left_wide(self) -> list[str]:
+        """Return the frozen matrices that are stored as values though others of their kind are in 4 bits."""
+        return [] if self.blueprint.recipe.lora is None else self.blueprint.left_wide(self.trained, self.axes)
+
+    @cached_property
     def need(self) -> Need:
         """Return the memory that a run needs if it trains every parameter, or the adapters, as `Model.need` computes
         it."""
         blueprint, offload = self.blueprint, self.memory.offload
-        narrow, quantised = dict[str, int](), frozenset[str]()
-        if blueprint.recipe.lora is not None:  # the base stays in the dtype of its files
-            dtypes = blueprint.stored_dtypes(COMPUTE, self.trained)
-            narrow = {name: dtype.itemsize for name, dtype in dtypes.items()}
-            quantised = blueprint.stays_quantised(self.trained)
+        narrow = {name: dtype.itemsize for name, dtype in self.frozen_dtypes.items()}
         held = held_while_training(
-            COMPUTE, self.trained, self.optimizer, offload=offload, narrow=narrow, numbers=quantised,
+            COMPUTE, self.trained, self.optimizer, offload=offload, narrow=narrow, numbers=self.codings,
             low=self.gathered_in_fp8,
         )  # fmt: skip
         return Need(blueprint.spec, self.axes, held, self.passing)
@@ -183,7 +204,8 @@ class Figures:
         """
         if not next(self.blueprint.module.parameters()).is_meta:
             return None
-        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.memory)
+        frozen: dict[str, torch.dtype | Coding] = {**self.frozen_dtypes, **self.codings}
+        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.memory, frozen=frozen)
 
     @property
     def num_parameters(self) -> int:

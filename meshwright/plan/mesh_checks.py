@@ -138,7 +138,8 @@ def objections(
     tp_and_cp = Axes(tp=wanted["tp"], cp=wanted["cp"])
     quantised = optimizer.quantised(blueprint.table, blueprint.table.params)
     check_state = partial(check_blocks, quantised=quantised, instead="state in bfloat16")
-    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, check_state)
+    check_frozen = partial(_check_frozen, blueprint)
+    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, check_state, check_frozen)
     later = (*_check_params(blueprint, cuts), *(each for c in checks for each in _caught(c, blueprint, tp_and_cp)))
     # The later checks would only repeat in other words that a dim does not divide.
     return [*refused, *(() if refused else later), *_check_stages(blueprint, wanted["pp"], num_batches)]
@@ -197,6 +198,12 @@ def _check_params(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
         list(parallel.spans(blueprint.spec, cuts, cuts.world - 1))
     except LayoutError as error:
         yield str(error)
+
+
+def _check_frozen(blueprint: Blueprint, _: ShardingSpec, axes: Axes) -> None:
+    """Refuse a mesh that cuts frozen matrices within a block of the 4 bits to which loading quantises them."""
+    if blueprint.made is not None:
+        blueprint.codings(frozenset(blueprint.trained()), axes)
 
 
 def _caught(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, axes: Axes) -> Iterator[str]:

@@ -12,12 +12,10 @@ from math import prod
 from typing import Any
 
 from ..blueprint import Blueprint
-from ..memory.budget import widths_of
+from ..ops.codings import Coding, in_memory
 from ..sharding import Charge, Param, axes_left_to_sum, piece, place, summed_by_fsdp
 from ..weights import chosen
-from .figures import COMPUTE, Figures, live_axes
-
-_STORED_BYTES = widths_of(COMPUTE).stored  # per element of a trained parameter: a float32 master
+from .figures import Figures, live_axes
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,11 @@ def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
     places = blueprint.spec.places(param, axes)
     # Of all ranks only the extreme ones are visited: a mesh may have thousands.
     coords = [at for at in map(axes.coords, figures.extremes) if at["pp"] in places]
-    num_bytes = [_STORED_BYTES * piece(param, rules, axes, at).numel for at in coords]
+    form = figures.stored_form(param.name)
+    shapes = [in_memory(piece(param, rules, axes, at).shape, form) for at in coords]
+    num_bytes = [prod(shape) * dtype.itemsize for shape, dtype in shapes]
     remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
+               f"frozen, in {form.name if isinstance(form, Coding) else ''}": isinstance(form, Coding),
                "not in the files: initialised": param.name in blueprint.keymap.fresh,
                f"at pp {' and '.join(map(str, sorted(places)))}": axes.pp > 1 and param.layer is None}  # fmt: skip
     return ParameterLine(

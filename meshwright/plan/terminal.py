@@ -100,6 +100,9 @@ def notes(figures: Figures) -> list[str]:
         lines.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.ContextParallel) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         lines.append(f"ep={figures.axes.ep} changes nothing in this model: it has no experts.")
+    if wide := figures.left_wide:
+        of_all = counted(len(wide), "such matrix", "such matrices")
+        lines.append(f"{wide[0]} is stored as values, not in 4 bits ({of_all}): a rank has no whole blocks of columns.")
     return lines + (pipeline_timing.pipeline_notes(figures) if figures.axes.pp > 1 else [])
 
 

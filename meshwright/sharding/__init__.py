@@ -54,6 +54,7 @@ from .rules import (
     axes_left_to_sum,
     check_rows_to_write,
     column_axes,
+    consecutive_columns,
     cut,
     holders,
     local_sizes,

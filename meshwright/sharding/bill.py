@@ -14,6 +14,7 @@ from math import prod
 from torch import nn
 
 from ..axes import DATA_RANK, Axes, Sum
+from ..ops.codings import Coding
 from .backward_reach import begins_in, part_of, passed
 from .context_split import head_splits
 from .doors import Dispatch, Door, Join, ScatterVision, Swap, find_doors
@@ -62,7 +63,7 @@ class Work:
     stored_bytes: int = 4
     pictures: Pictures = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
-    numbers: frozenset[str] = frozenset()  # names of those that are all-gathered as FP8 codes
+    numbers: Mapping[str, Coding] = field(default_factory=dict)  # of those that are all-gathered as codes
     # For each part in which gradients begin: how many collectives its backward has, by place and direction. Autograd
     # may start in the middle of a layer, which no declaration can tell; the engine counts on a meta copy.
     begins: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -243,23 +244,33 @@ def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passe
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], without: Collection[str] = ()) -> int:
     """Count the elements that each rank contributes when a unit is gathered: FSDP pads shards to equal size."""
-    parts, num = prod(axes.sizes(unit.shard)), 0
+    sizes = _padded_shapes(unit, spec, axes, coords)
+    return sum(rows * columns for name, rows, columns in sizes if name not in without)
+
+
+def _padded_shapes(
+    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the rows and columns that each rank contributes of each parameter."""
+    parts = prod(axes.sizes(unit.shard))
     for name in unit.params:
         param = spec.table[name]
-        if not param.float32 and name not in without:
+        if not param.float32:
             rows, *cols = matrix_shape(param, cut(param, place(param, spec.rules, axes), axes, coords).shape)
-            num += -(-rows // parts) * prod(cols)
-    return num
+            yield name, -(-rows // parts), prod(cols)
 
 
 def gathered_bytes(
-    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], compute_bytes: int, numbers: Collection[str]
-) -> int:
-    """Return the bytes that each rank contributes when a unit is gathered: FP8 codes take one, the rest the compute
-    dtype.
+    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], compute_bytes: int,
+    codings: Mapping[str, Coding],
+) -> int:  # fmt: skip
+    """Return the bytes that each rank contributes when a unit is gathered: codes in 8 or 4 bits as they are, the rest
+    in the compute dtype.
     """
-    plain = padded(unit, spec, axes, coords, numbers)
-    return plain * compute_bytes + padded(unit, spec, axes, coords) - plain
+    return sum(
+        rows * (codings[name].row_bytes(columns) if name in codings else columns * compute_bytes)
+        for name, rows, columns in _padded_shapes(unit, spec, axes, coords)
+    )
 
 
 def _unit(
@@ -295,7 +306,7 @@ def _scales(
 
     Frozen FP8 weights have constant scales.
     """
-    trained_fp8, sizes = work.numbers - work.frozen, Counter[tuple[str, ...]]()
+    trained_fp8, sizes = work.numbers.keys() - work.frozen, Counter[tuple[str, ...]]()
     for unit in (unit for stage in stages for unit in stage.units):
         sizes[unit.shard] += num_scales(unit, spec, axes, coords, trained_fp8)
     for shard, num in sizes.items():

@@ -159,6 +159,16 @@ def local_sizes(param: Param, rules: Rules, axes: Axes) -> dict[str, int]:
     return {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
 
 
+def consecutive_columns(param: Param, rules: Rules, axes: Axes) -> int:
+    """Return how many columns of a rank are consecutive in a row of the whole matrix, at least."""
+    local, num = local_sizes(param, rules, axes), 1
+    for dim, size in reversed([*param.cols.items()]):
+        num *= local[dim]
+        if local[dim] < size:
+            break
+    return num
+
+
 def tp_sizes(spec: ShardingSpec) -> list[int]:
     """Return the sizes of tp that divide every dim that must divide."""
     rules = spec.rules

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from math import lcm, prod
 
 from ..axes import Axes
+from ..ops.codings import FP8, Coding
 from .bill import gathered_bytes, padded
 from .boxes import chunk
 from .fp8_blocks import num_scales, quantised_once
 from .fsdp_units import Unit
 from .params import Param
-from .rules import ShardingSpec, piece, place
+from .rules import Piece, ShardingSpec, piece, place
 
 GRADIENTS, STATE = "gradients", "moments"  # the second is the state of whatever optimizer
 GATHERED, IN_FLIGHT, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
@@ -40,7 +41,7 @@ class Held:
     """Tensors that a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
     `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: those that are stored,
-    and gathered, as FP8 codes. `low`: those that are only gathered so.
+    and gathered, as codes in 8 or 4 bits. `low`: those that are only gathered so, in FP8.
     """
 
     widths: Widths
@@ -48,7 +49,7 @@ class Held:
     state_bytes: StateBytes
     offload: bool = False
     narrow: Mapping[str, int] = field(default_factory=dict)
-    numbers: Collection[str] = ()
+    numbers: Mapping[str, Coding] = field(default_factory=dict)
     low: Collection[str] = ()
 
 
@@ -68,13 +69,20 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
     for param in spec.params(axes, rank):
         own_piece, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
         num = own_piece.numel
-        item = 1 if param.name in held.numbers else held.narrow.get(param.name, widths.stored)
-        num_bytes["parameters", host] += num * item
+        num_bytes["parameters", host] += _stored_bytes(own_piece, held)
         if param.name in held.trained:
             num_bytes[GRADIENTS, host] += num * widths.stored
             num_bytes[STATE, host] += held.state_bytes(param, own_piece.shape)
     out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
+
+
+def _stored_bytes(own: Piece, held: Held) -> int:
+    """Return the bytes of a stored piece."""
+    name = own.param.name
+    if name in held.numbers:
+        return prod(held.numbers[name].stored(own.shape))
+    return own.numel * held.narrow.get(name, held.widths.stored)
 
 
 def narrow_bytes(spec: ShardingSpec, axes: Axes, unit: Unit, compute: int, stored: int) -> int:
@@ -105,12 +113,12 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     def full_sizes(some: Sequence[Unit]) -> list[int]:
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(shard_sizes(some), some, strict=True)]
 
-    def gathered_as_codes(unit: Unit) -> Collection[str]:
-        """Name what is gathered as FP8 codes.
+    def gathered_as_codes(unit: Unit) -> Mapping[str, Coding]:
+        """Return what is gathered as codes.
 
-        A parameter with a single shard is copied, not gathered, and its copy has values.
+        A trained parameter with a single shard is copied, not gathered, and its copy has values.
         """
-        return {*held.numbers, *(held.low if prod(axes.sizes(unit.shard)) > 1 else ())}
+        return {**held.numbers, **(dict.fromkeys(held.low, FP8) if prod(axes.sizes(unit.shard)) > 1 else {})}
 
     def gathered(some: Sequence[Unit]) -> list[int]:
         own = [gathered_bytes(u, spec, axes, coords, widths.compute, gathered_as_codes(u)) for u in some]

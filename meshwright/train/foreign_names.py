@@ -59,7 +59,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _LORA = "a section [lora] trains adapters: rank, alpha and targets, which are all linear layers by default"
-_OTHER_ADAPTERS = "DoRA and bases quantised to 4 bits are not supported; [lora] trains adapters beside a frozen base"
+_DORA = "DoRA is not supported; [lora] trains adapters beside a frozen base"
+_QLORA = 'frozen = "nf4" of [train] quantises the frozen base to 4 bits, under adapters: a section [lora]'
 _DROPOUT = (
     "dropout of adapters is not supported: its mask would have to be the same on every mesh and in recomputation. Use "
     "fewer epochs or a smaller rank against overfitting"
@@ -74,8 +75,8 @@ _SHARDING = (
     "to the host"
 )
 _QUANTISED = (
-    'a quantised base model is not supported for training. fp8 = "block" of [train] computes in 8 bits, state_dtype = '
-    '"uint8" of [optim] stores the moments in 8 bits'
+    'frozen = "nf4" of [train] quantises a frozen base to 4 bits, under adapters: a section [lora]. fp8 = "block" of '
+    '[train] computes in 8 bits, state_dtype = "uint8" of [optim] stores the moments in 8 bits'
 )
 _REWARDS = (
     "meshwright train does supervised fine-tuning and pre-training. Losses of your own (DPO, GRPO, PPO, distillation) "
@@ -99,7 +100,8 @@ REFUSED = {
     "The data set is downloaded and tokenised once. If it is too large for the disk, select a part: hf_subset, "
     "hf_split, or some of its files as path",
     **dict.fromkeys(("peft", "use_peft", "use_lora", "adapter", "adapters", "finetuning_type"), _LORA),
-    **dict.fromkeys(("qlora", "dora", "use_dora"), _OTHER_ADAPTERS),
+    **dict.fromkeys(("dora", "use_dora"), _DORA),
+    "qlora": _QLORA,
     **dict.fromkeys(("lora_dropout", "dropout"), _DROPOUT),
     "modules_to_save": "`train = [...]` of [train] names parameters that are trained whole, besides the adapters",
     **dict.fromkeys(

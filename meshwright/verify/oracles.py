@@ -246,7 +246,8 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
 
 def _norm_of_ones(run: Run) -> Findings:
     """Count elements by a norm of ones, which is exact: an element counted twice or not at all shows as an integer."""
-    ones = {name: torch.ones_like(t, dtype=torch.float32) for name, t in run.model.stored().items()}
+    pieces = run.model.pieces  # what is stored in 4 bits has fewer bytes than elements
+    ones = {name: torch.ones(pieces[name].shape, device=t.device) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
     squared = run.engine.norm(ones) ** 2
     if not abs(squared - expected) <= 0.5:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch import Tensor
 from ..engine import Model
 from ..errors import LoadError, StateError
 from ..log import Advance, progress
+from ..ops.codings import NF4, divisor_for_amax
 from ..ops.part_sizes import part_size
 from ..recipe import matching
-from ..sharding import Block, Box
-from ..weights import Source, chosen
+from ..sharding import Block, Box, Layout, Piece
+from ..weights import Source, Values, as_in_file, chosen
 from .results import Finding
 
 _SLAB_ELEMENTS = part_size(__name__, "_SLAB_ELEMENTS", 1 << 20, small=1001)  # compared at once
@@ -133,7 +134,10 @@ def weight_differences(model: Model, names: Sequence[str], advance: Advance | No
             continue
         layout, piece = chosen(model.table[name], model.keymap.choice), model.pieces[name]
         views = list(stored.views(piece))
-        of_blocks = [c for block in layout.blocks for c in _compared(block, views, files)]
+        if model.blueprint.made is not None and name in model.codings:
+            of_blocks = _compared_as_quantised(piece, stored, layout, files)
+        else:
+            of_blocks = [c for block in layout.blocks for c in _compared(block, views, files)]
         of_copies = [c for block in layout.copies for c in _compared(block, views, files)]
         for comparisons in (of_blocks, of_copies):
             # Each box may have lost values to another, while the piece as a whole has the right ones.
@@ -155,6 +159,37 @@ def _compared(block: Block, views: Sequence[tuple[Box, Any]], files: _Mapped) ->
             comparison.add(view[slab.within(box).slices], source)
         if comparison.num_wrong:
             yield comparison
+
+
+def _compared_as_quantised(piece: Piece, stored: Values, layout: Layout, files: _Mapped) -> list[_Comparison]:
+    """Compare rows that loading quantised to 4 bits with the values of the files, quantised here; return those that
+    differ. Whole rows, because blocks run along them.
+    """
+    grid, codes = stored.grids[piece.param.name], stored.stored[piece.param.name]
+    comparisons, first, step = [], 0, max(1, _SLAB_ELEMENTS // piece.shape[1])
+    for lo in range(piece.lo, piece.hi, step):
+        part = replace(piece, lo=lo, hi=min(lo + step, piece.hi))
+        values, amax = torch.empty(part.shape), torch.empty(part.shape)  # amax: of the matrix of each element
+        for box, view, amax_view in zip(part.boxes, *(_views(part, each) for each in (values, amax)), strict=True):
+            for block in layout.blocks:
+                common = block.ours.meet(box)
+                if common is not None:
+                    tensor, at = files.tensor(block.key, common.size), common.within(block.ours).slices
+                    most = files.amax(block.key).expand(tensor.shape)
+                    view[common.within(box).slices] = block.view(tensor)[at]
+                    amax_view[common.within(box).slices] = block.view(most)[at]
+        rows = slice(first, first + len(values))
+        divisors = divisor_for_amax(amax[:, :1]) if grid.coding.divided else torch.ones(len(values), 1)
+        expected = grid.coding.decode(grid.coding.encode(values, divisors), part.shape[1], divisors)
+        comparison = _Comparison(layout.blocks[0].key, part.boxes[0])
+        comparison.add(grid[rows].values(codes[rows], torch.float32), expected)
+        comparisons += [comparison] if comparison.num_wrong else []
+        first = rows.stop
+    return comparisons
+
+
+def _views(piece: Piece, tensor: Tensor) -> Iterator[Tensor]:
+    return (view for _, view in piece.views(tensor))
 
 
 def _slabs(box: Box) -> Iterator[Box]:
@@ -213,6 +248,12 @@ def _four_bits(packed: Tensor) -> Tensor:
     return torch.where(codes >= 8, -sizes, sizes)
 
 
+def _nf4(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Unpack and decode NF4. The first code is in the high four bits."""
+    codes = torch.stack([packed.view(-1).int() // 16, packed.view(-1).int() % 16], -1).view(*shape)
+    return torch.tensor(NF4.table)[codes]
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """View as integers, so that NaN equals itself and 0 differs from -0."""
     return tensor.view(_BITS[tensor.itemsize])
@@ -240,6 +281,7 @@ class _Mapped:
         self.source, self.num_bytes = source, 0
         self.files: dict[str, Any] = {}
         self._last = "", torch.empty(0)  # the last tensor with scales, dequantised
+        self._amax: dict[str, Tensor] = {}
 
     def tensor(self, key: str, num_elements: int) -> Tensor:
         """Return a tensor, dequantised if the files hold scales for it. `num_elements`: how many will be read."""
@@ -251,14 +293,28 @@ class _Mapped:
         codes = self._of_file(scale.packed or key, num_elements)
         codes = _four_bits(codes) if scale.packed else codes
         scales = self._of_file(scale.key, num_elements)
+        if scale.coding == NF4:
+            shape = self.source.entries[key].shape
+            codes, scales = _nf4(codes, shape), scales.float()
+            if scale.nested:
+                absmax, values = (self._of_file(each, num_elements) for each in scale.nested)
+                scales = values[scales.long()] * absmax.repeat_interleave(256)[: len(scales)] + scale.offset
+            scales = scales.view(shape[0], -1)
         if scale.divisor:
             scales = scales.float() / self._of_file(scale.divisor, 1).float()
         self._last = key, scaled(codes, scales, scale.block)
         return self._last[1]
 
+    def amax(self, key: str) -> Tensor:
+        """Return the largest magnitude of each matrix of a tensor, in float32."""
+        if key not in self._amax:
+            values = self._of_file(key, 0)
+            self._amax[key] = values.abs().amax((-2, -1), keepdim=True).float()
+        return self._amax[key]
+
     def _of_file(self, key: str, num_elements: int) -> Tensor:
         """Return a tensor as a view of its mapped file, and refuse a file that changed since the model was loaded."""
-        entry = self.source.entries[key]
+        entry = as_in_file(self.source.entries[key])
         try:
             if self.num_bytes > _MAPPED_BYTES:
                 self.files, self.num_bytes = {}, 0

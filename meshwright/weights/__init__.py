@@ -23,7 +23,7 @@ from .hub import download, is_hub_id, local_directory
 from .keymap import ADAPTERS, Key, KeyMap, blocks_by_key, keys_of, of_source, of_table, widest
 from .merged import Delta, MergedValues
 from .output_dir import Target, atomic_directory, check_target, check_writable, to_disk
-from .quant_formats import BYTES
+from .quant_formats import as_in_file
 from .random_init import fill_fresh
 from .read_plan import Read, fill, load_bill, plan_reads
 from .reader import Choice, Reader, carried_keys, check_keys, choose, chosen

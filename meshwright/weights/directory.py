@@ -34,6 +34,7 @@ from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
 from .output_dir import Target, atomic_directory, check_target
+from .quant_formats import as_in_file
 from .reader import Reader
 from .requantise import scales_for, write_scales
 from .safetensors_header import DTYPES, Entry, read_json
@@ -219,7 +220,7 @@ def _checked_bytes(source: Source, entry: Entry, file: Opened) -> Iterator[bytes
 
 def raw_tensor(source: Source, key: str) -> Tensor:
     """Return a tensor of the source as stored. A dtype that torch lacks comes back as uint8 bytes."""
-    entry = source.entries[key]
+    entry = as_in_file(source.entries[key])
     flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
     flat = flat[: entry.stop - entry.start]
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat

@@ -1,8 +1,7 @@
-"""Frozen FP8 weights kept as their files have them: codes in uint8, with their grid of scales (for LoRA or frozen
-parts).
+"""Frozen weights kept in 8 or 4 bits: codes in uint8, with their grid of scales (for LoRA or frozen parts).
 
-Keeping codes takes a quarter of float32. Compute, export and checkpoints want values; they are dequantised on demand,
-one parameter at a time.
+Keeping codes takes a quarter or an eighth of float32. Compute, export and checkpoints want values; they are dequantised
+on demand, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -17,22 +16,28 @@ from torch import Tensor
 from ..errors import LoadError
 from ..log import progress
 from ..ops import Grid
+from ..ops.codings import Coding
 from ..sharding import Box, Layout, Param, Piece
+from .four_bits import matrices_of
 from .read_plan import Read
 from .reader import Reader
 from .source import Source
 
 
-def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
+def grid_of(param: Param, box: Box, layout: Layout, reader: Reader, coding: Coding) -> Grid:
     """Return the scales of a matrix: what tp and ep leave of a parameter, with all rows, because FSDP gathers all rows.
 
     A stacked parameter (experts, fused gate and up) is made of several blocks, each with its own scales in the
     files. The grid stacks them and maps each row of the parameter to its row of scales.
 
     FSDP cuts rows anywhere, and after its all-gather the whole matrix is multiplied; so scales are kept for all rows,
-    while codes are sharded. Scales are 1/16384 of the elements.
+    while codes are sharded. Scales are 1/16384 of the elements. Those of 4 bits are 1/16 to 1/64, so they are in the
+    rows; what is kept for all rows is one number a matrix, by which NVFP4 divides them.
     """
     num_rows = len(param.rows)
+    if coding.scale is not None:
+        matrices, divisors = matrices_of(reader, layout, param, box, coding)
+        return Grid(divisors, matrices, torch.zeros(prod(box.shape[num_rows:]), dtype=torch.int64), coding)
     rows, scales, num_scale_rows = torch.zeros(box.shape[:num_rows], dtype=torch.int64), list[Tensor](), 0
     columns = torch.zeros(0, dtype=torch.int64)
     for block in layout.blocks:
@@ -49,9 +54,9 @@ def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
 
 @dataclass(frozen=True, eq=False)
 class Values(Mapping[str, Tensor]):
-    """A mapping of stored tensors by parameter: live memory, or for frozen FP8 weights their dequantised values.
+    """A mapping of stored tensors by parameter: live memory, or for frozen codes their dequantised values.
 
-    `mw.export`, checkpoints and streaming read it like a dict of tensors and need not know which parameters are FP8.
+    `mw.export`, checkpoints and streaming read it like a dict of tensors and need not know which parameters are codes.
     Only dequantised copies are made, one at a time.
     """
 
@@ -72,19 +77,17 @@ class Values(Mapping[str, Tensor]):
         return name in self.stored
 
     def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
-        """Yield the boxes of a piece with their stored values, as `Piece.views` does. FP8 codes are dequantised when
+        """Yield the boxes of a piece with their stored values, as `Piece.views` does. Codes are dequantised when
         indexed."""
         stored, grid, num_rows = self.stored[piece.param.name], self.grids.get(piece.param.name), len(piece.param.rows)
+        if grid is None:
+            yield from piece.views(stored)
+            return
         first_row = 0
-        for box, view in piece.views(stored):
-            if grid is None:
-                yield box, view
-                continue
-            shape = box.shape
-            num_rows_of_box = prod(shape[:num_rows])
-            rows = grid.rows[first_row : first_row + num_rows_of_box].view(shape[:num_rows])
-            yield box, QuantisedView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
-            first_row += num_rows_of_box
+        for box in piece.boxes:
+            rows = slice(first_row, first_row + prod(box.shape[:num_rows]))
+            yield box, QuantisedView(stored[rows], grid[rows], box.shape, num_rows)
+            first_row = rows.stop
 
     def only(self, keep: Callable[[str], bool]) -> Values:
         """Return the parameters for which `keep(name)` is true."""
@@ -103,22 +106,25 @@ class Values(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class QuantisedView:
-    """FP8 codes in the shape of a box. Indexing it dequantises the selected part."""
+    """Codes of whole rows as a box. Indexing it dequantises the selected rows."""
 
-    codes: Tensor
-    scales: Tensor
-    rows: Tensor
-    columns: Tensor
+    codes: Tensor  # [rows, bytes]
+    grid: Grid
+    shape: tuple[int, ...]
+    num_rows: int  # the first dims of the shape, which are rows
 
     def __getitem__(self, some: tuple[slice, ...]) -> Tensor:
-        num_rows, codes = self.rows.dim(), self.codes[some]
-        rows, columns = self.rows[some[:num_rows]].reshape(-1), self.columns[some[num_rows:]].reshape(-1)
-        matrix = codes.reshape(len(rows), len(columns))
-        return Grid(self.scales, rows, columns).values(matrix, torch.float32).view(codes.shape)
+        rows_shape, columns = self.shape[: self.num_rows], some[self.num_rows :]
+        rows = torch.arange(len(self.codes), device=self.codes.device).view(rows_shape)[some[: self.num_rows]]
+        flat = rows.reshape(-1)
+        selected = replace(self.grid, rows=self.grid.rows.index_select(0, flat))
+        values = selected.values(self.codes.index_select(0, flat), torch.float32)
+        every: tuple[slice, ...] = (*(slice(None) for _ in rows.shape), *columns)
+        return values.view(*rows.shape, *self.shape[self.num_rows :])[every]
 
 
 def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) -> None:
-    """Check that a source has the values of the frozen FP8 weights of this rank.
+    """Check that a source has the values of this rank's frozen weights that are stored as codes.
 
     They cannot take other values, so loading a different checkpoint into the model must fail, not skip them.
 
@@ -134,13 +140,22 @@ def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) 
         for read in plan:
             name, values32 = read.piece.param.name, torch.empty(read.piece.shape, dtype=torch.float32, device="cpu")
             reader.fill(read.layout, read.piece, values32)
-            if not _equal_with_nan(values32, values[name].cpu()):
+            own, grid = values[name].cpu(), values.grids[name].to(values32.device)
+            if not _equal_with_nan(values32, own) and not _equal_with_nan(_quantised_as(grid, values32), own):
+                bits = 8 if grid.coding.scale is None else 4
                 raise LoadError(
-                    f"{source.directory} has other values of {name}, which is frozen and kept in 8 bits as the model's "
-                    "files have it; load the model from there, or freeze the same parameters as that run did"
+                    f"{source.directory} has other values of {name}, which is frozen and kept in {bits} bits as the "
+                    "model's files have it; load the model from there, or freeze the same parameters as that run did"
                 )
             advance(read.piece.numel)
     source.check_unchanged(source.stamps)
+
+
+def _quantised_as(grid: Grid, values: Tensor) -> Tensor:
+    """Return values as loading quantises them to 4 bits."""
+    if grid.coding.scale is None:
+        return values
+    return grid.values(grid.coding.encode(values, grid.scales[grid.rows]), torch.float32)
 
 
 def _equal_with_nan(a: Tensor, b: Tensor) -> bool:

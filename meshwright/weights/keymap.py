@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
+from ..ops.codings import Coding
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Param, Table
-from .quant_formats import BLOCK, PAYLOAD, Scale, also_plain, config_of
+from .quant_formats import BLOCK, PAYLOAD, Scale, also_plain, as_in_file, config_of
 from .reader import Choice, carried_keys, chosen
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .source import Source
@@ -107,16 +108,19 @@ class KeyMap:
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
         )
 
-    def stays_quantised(self, param: Param) -> bool:
-        """Return whether a frozen parameter can be kept in FP8 as its files have it: whole rows of matrices that are
-        not transposed."""
+    def coding(self, param: Param) -> Coding | None:
+        """Return how a frozen parameter is stored as its files have it: whole rows of matrices in 8 or 4 bits that are
+        not transposed. None if its values are stored.
+        """
         source, blocks = self.source, chosen(param, self.choice).blocks
-        # `low`: a matmul uses it, so FP8 has a meaning for it. Embeddings are looked up and norms are vectors.
+        # `low`: a matmul uses it, so codes have a meaning for it. Embeddings are looked up and norms are vectors.
         if source is None or not param.low or param.matrix[1] == 1:
-            return False
+            return None
         scales = [source.scales.get(block.key) for block in blocks]
-        kept = all(scale is not None and not scale.form for scale in scales)
-        return kept and not any(block.turned or block.source.shape[-1] != param.matrix[1] for block in blocks)
+        codings = {scale.coding if scale is not None else None for scale in scales}
+        if len(codings) > 1 or any(block.turned or block.source.shape[-1] != param.matrix[1] for block in blocks):
+            return None
+        return codings.pop()
 
     def only_read(self, param: Param) -> tuple[str, str] | None:
         """Return a key of a parameter in a format that is only read (4 bits, MX), and the format; None if it can be
@@ -156,7 +160,8 @@ class KeyMap:
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
         key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.companion_keys)}
         key_names -= {key for key, scale in scales.items() if scale.packed}
-        keys = {name: key for name, key in keys_of(self.source).items() if name in key_names}
+        entries = (as_in_file(entry) for entry in self.source.entries.values() if entry.key in key_names)
+        keys = {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in entries}
         keys |= {name: self.keys[name] for name in self.keys if name in key_names and name not in keys}
         file_order = {file: number for number, file in enumerate([*self.source.files, ADAPTERS])}
         ordered = sorted(keys.values(), key=lambda key: file_order[key.file])

@@ -9,7 +9,8 @@ Weights that are trained are never state in FP8: they are dequantised at load an
 go stale. config.json gives the block size. It does not follow from the shape of the scales: 192 rows in two blocks are
 128 + 64, not 96 + 96.
 
-NVFP4, MXFP4 and MXFP8 (arXiv:2310.10537) are dequantised at load. An export copies them unchanged.
+NVFP4, MXFP4 and MXFP8 (arXiv:2310.10537) cannot be trained. An export copies them unchanged. In memory the first two
+stay in 4 bits (ops/codings.py).
 
 Example: a block with amax 0.07 gets the scale 0.07 / 448 = 1.5625e-4. The value 0.0123 becomes 78.7, rounded to the
 code 80 (E4M3 has 8 steps between 64 and 128), and is read back as 0.0125.
@@ -17,16 +18,20 @@ code 80 (E4M3 has 8 steps between 64 and 128), and is read back as 0.0125.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import LoadError, MismatchedKey
-from ..ops.fp8_storage import wide
+from ..ops.codings import FOUR_BITS, NF4, Coding, wide
+from ..ops.codings import FP8 as FP8_CODING
+from . import bitsandbytes
+from .bitsandbytes import State
 from .safetensors_header import DTYPES, Entry
 
 FP8 = torch.float8_e4m3fn
@@ -37,10 +42,11 @@ BLOCK = (128, 128)  # of weights that are exported in FP8: the block of DeepSeek
 LARGEST = torch.finfo(FP8).max
 _FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # E8M0 holds powers of two; some files call it U8
 _WHOLE = 1 << 62  # the block size of a dim that has one block
+ONE_BLOCK = (_WHOLE, _WHOLE)
 _SUFFIX = "_packed"  # ends the key of packed codes, which replaces the matrix's own key
-_NIBBLES = torch.tensor([sign * size for sign in (1, -1) for size in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], device="cpu")
-# A table from a byte to its two values as E4M3, which represents all 16 values of E2M1. The low nibble comes first.
-_PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], 1).to(FP8).view(torch.int16).view(-1)
+_NIBBLES = torch.arange(16, dtype=torch.uint8, device="cpu")
+# A table from a byte to its two codes, each in a byte of its own. The low nibble comes first.
+_PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], 1).view(torch.int16).view(-1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,13 @@ class Scale:
     packed: str = ""  # the key of packed codes, if the files have no key of the matrix itself
     divisor: str = ""  # the key of a global scale, by which all its scales are divided (NVFP4)
     unused: tuple[str, ...] = ()  # keys that belong to the matrix and do not change its values
+    nested: tuple[str, ...] = ()  # the keys of the scales and values of its scales, if these are quantised (NF4)
+    offset: float = 0.0  # added to such scales
+
+    @property
+    def coding(self) -> Coding | None:
+        """Return how the matrix can be stored as its files have it; None if its values have to be stored."""
+        return FOUR_BITS.get(self.form.lower()) if self.form else FP8_CODING
 
     @property
     def companion_keys(self) -> tuple[str, ...]:
@@ -62,7 +75,7 @@ class Scale:
     @property
     def as_one(self) -> Scale:
         """Return the same with one block for the whole matrix."""
-        return replace(self, block=(_WHOLE, _WHOLE))
+        return replace(self, block=ONE_BLOCK)
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix, or of a stack of matrices."""
@@ -81,14 +94,19 @@ class Format:
     name: str = ""  # of a read-only format
     packed: bool = False
     divided: bool = False  # whether scales are divided by a global scale of the matrix
+    states: Mapping[str, State] = field(default_factory=dict, compare=False)  # of matrices in NF4, by their keys
 
     def has(self, key: str, entries: Mapping[str, Entry]) -> bool:
         """Return whether a key is stored in this format; codes that are stored otherwise mean something else."""
-        return not self.packed or key + _SUFFIX in entries
+        return key in self.states or not self.packed or key + _SUFFIX in entries
 
     def scale(self, key: str, entries: Mapping[str, Entry]) -> Scale:
         """Return where the scales of a matrix are. Static scales of activations (`X.input_global_scale`) are carried
         along."""
+        if (state := self.states.get(key)) is not None:
+            nested = tuple(key + end for end in bitsandbytes.NESTED) if state.nested else ()
+            others = bitsandbytes.companions(key, state, entries)
+            return Scale(key + self.suffix, self.block, self.name, nested=nested, offset=state.offset, unused=others)
         unused = key.removesuffix("weight") + "input_global_scale"
         return Scale(
             key + self.suffix, self.block, self.name, key + _SUFFIX if self.packed else "",
@@ -106,14 +124,29 @@ _GROUPS = {
 }  # fmt: skip
 
 
-def with_matrices(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have.
+def states_of(
+    config: Mapping[str, Any], entries: Mapping[str, Entry], read: Callable[[Entry], bytes]
+) -> dict[str, State]:
+    """Return what files in NF4 say of each matrix, which no header says."""
+    quantization = config.get("quantization_config")
+    is_nf4 = quantization is not None and _format_of(quantization).name == bitsandbytes.FORM
+    return bitsandbytes.states_of(entries, read) if is_nf4 else {}
+
+
+def with_matrices(
+    config: Mapping[str, Any], entries: Mapping[str, Entry], states: Mapping[str, State] = MappingProxyType({})
+) -> Mapping[str, Entry]:
+    """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have; in NF4 it replaces
+    that of its codes.
 
     The rest of the package then sees a matrix with a key, a shape and scales, as for any other format.
     """
     quantization = config.get("quantization_config")
     if quantization is None or not _format_of(quantization).packed:
         return entries
+    if states:
+        matrices = {key: entries[key]._replace(dtype=PACKED, shape=state.shape) for key, state in states.items()}
+        return {**entries, **matrices}
     with_packed: dict[str, Entry] = {}
     for key, entry in entries.items():
         matrix = key.removesuffix(_SUFFIX)
@@ -126,7 +159,15 @@ def with_matrices(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> Ma
     return with_packed
 
 
-def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Scale]:
+def as_in_file(entry: Entry) -> Entry:
+    """Return the entry of a matrix that is packed under its own key with the dtype and shape of its file."""
+    is_packed = entry.dtype == PACKED
+    return entry._replace(dtype="U8", shape=bitsandbytes.packed_shape(entry.shape)) if is_packed else entry
+
+
+def scales_of(
+    config: Mapping[str, Any], entries: Mapping[str, Entry], states: Mapping[str, State] = MappingProxyType({})
+) -> dict[str, Scale]:
     """Return the scales of each quantised matrix, and refuse what cannot be read by its name.
 
     Without a quantization_config there are none, and FP8 tensors can only be carried.
@@ -137,7 +178,7 @@ def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[s
     quantization = config.get("quantization_config")
     if quantization is None:
         return {}
-    weight_format = _format_of(quantization)
+    weight_format = replace(_format_of(quantization), states=states)
     packed_dtype = PACKED if weight_format.packed else PAYLOAD
     quantised_keys = [
         key for key, entry in entries.items() if entry.dtype == packed_dtype and weight_format.has(key, entries)
@@ -187,9 +228,12 @@ def _format_of(quantization: Any) -> Format:
         return Format("_scale_inv", _block(quantization.get("weight_block_size"), "weight_block_size"))
     if method == "compressed-tensors":
         return _compressed(quantization)
+    if method == "bitsandbytes":
+        bitsandbytes.check_config(quantization)
+        return Format(bitsandbytes.ABSMAX, (1, NF4.block), ("F32", "U8"), bitsandbytes.FORM, packed=True)
     raise LoadError(
-        f"config.json: quant_method {method!r:.100} is not supported, only fp8 and compressed-tensors in floating "
-        "point; fetch the unquantised model, or its fp8 version"
+        f"config.json: quant_method {method!r:.100} is not supported, only fp8, compressed-tensors in floating "
+        "point and bitsandbytes in nf4; fetch the unquantised model, or its fp8 version"
     )
 
 
@@ -263,6 +307,12 @@ def _check_scale(key: str, scale: Scale, form: Format, entries: Mapping[str, Ent
             f"{matrix.file}: {key} {matrix.shape} is {code_entry.dtype}, but only matrices can have block scales"
         )
     grid = scale.grid(matrix.shape)
+    grid = (prod(grid),) if key in form.states else grid
+    if (scales.dtype == "U8") != bool(scale.nested) and key in form.states:
+        raise MismatchedKey(
+            f"{scales.file}: {scale.key} is {scales.dtype}, and the files hold "
+            f"{'' if scale.nested else 'no '}scales of it; fetch them again"
+        )
     if scales.shape != grid and not (prod(grid) == 1 and scales.shape in ((), (1,))):
         rows, columns = (min(block, size) for block, size in zip(scale.block, matrix.shape[-2:], strict=True))
         raise MismatchedKey(
@@ -367,14 +417,15 @@ class Places:
         grid.view(-1).scatter_reduce_(0, flat_index, values.reshape(-1), "amax")
 
 
-def unpacked(packed: Tensor) -> Tensor:
-    """Unpack bytes of two 4-bit codes each to E4M3 codes with the same values."""
-    return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(FP8)
+def unpacked(packed: Tensor, *, high_first: bool = False) -> Tensor:
+    """Unpack bytes of two 4-bit codes each to one code a byte."""
+    packed = (packed << 4) | (packed >> 4) if high_first else packed
+    return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(torch.uint8)
 
 
-def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+def dequantise(codes: Tensor, scales: Tensor, coding: Coding | None = None) -> Tensor:
     """Return code * scale in float32. Exact if scales have 8 significant bits (bfloat16): 4 + 8 bits fit into 24."""
-    return wide(codes) * scales
+    return wide(codes) * scales if coding is None or coding.scale is None else coding.values_of(codes) * scales
 
 
 def as_used(values: Tensor, used: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,36 +20,52 @@ from ..axes import Axes
 from ..errors import LoadError
 from ..log import progress
 from ..mesh import Mesh
+from ..ops.codings import Coding, in_memory
 from ..sharding import Charge, Layout, Piece, ShardingSpec, pieces
 from ..watch import names_lost_ranks
+from .four_bits import fill_rows
 from .keymap import KeyMap
-from .quant_formats import BYTES
 from .reader import Reader, chosen
 from .source import Source
 
 
 @dataclass(frozen=True)
 class Read:
-    """A piece that is read once for all `ranks` that store it, in the narrowest dtype that holds its values."""
+    """A piece that is read once for all `ranks` that store it, in the narrowest dtype that holds its values, or as
+    codes."""
 
     piece: Piece
     layout: Layout
-    dtype: torch.dtype
+    form: torch.dtype | Coding
     ranks: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes that are sent to each of the other ranks."""
-        return self.piece.numel * self.dtype.itemsize
+        shape, dtype = in_memory(self.piece.shape, self.form)
+        return prod(shape) * dtype.itemsize
+
+    def buffer(self, device: torch.device | str) -> Tensor:
+        """Allocate a tensor for the piece."""
+        shape, dtype = in_memory(self.piece.shape, self.form)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def fill(self, reader: Reader, stored: Tensor) -> None:
+        """Read the piece."""
+        if isinstance(self.form, Coding) and self.form.scale is not None:
+            fill_rows(reader, self.layout, self.piece, self.form, stored)
+        else:
+            reader.fill(self.layout, self.piece, stored)
+            reader.check_copies(self.layout, self.piece, stored)
 
 
 def plan_reads(
     spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap, names: Container[str] | None = None,
-    numbers: Container[str] = (),
+    numbers: Mapping[str, Coding] = MappingProxyType({}),
 ) -> Iterator[Read]:  # fmt: skip
     """Yield each piece that the ranks of a node store, once, with the ranks that store it.
 
-    `names`: only these parameters. `numbers`: those that stay FP8 codes.
+    `names`: only these parameters. `numbers`: those that are stored as codes.
 
     A piece is a box of a parameter and a range of its rows: what tp and ep cut, then what FSDP stores of it.
     """
@@ -64,9 +82,9 @@ def plan_reads(
                 ranks_by_piece.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
         # Sent in the file's dtype: half of the bytes of float32 for a bfloat16 checkpoint. Conversion happens at the
         # receiver.
-        dtype = BYTES if param.name in numbers else keymap.file_dtype(param)
+        form = numbers[param.name] if param.name in numbers else keymap.file_dtype(param)
         for ranks in ranks_by_piece.values():
-            yield Read(pieces_of[ranks[0]][param.name], layout, dtype, tuple(ranks))
+            yield Read(pieces_of[ranks[0]][param.name], layout, form, tuple(ranks))
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
@@ -104,7 +122,7 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
             if mesh.rank == node[0]:
                 failure = _read_and_send(read, stored, mesh, reader, failure)
             elif mesh.rank in read.ranks:
-                buffer = torch.empty(read.piece.shape, dtype=read.dtype, device=mesh.device)
+                buffer = read.buffer(mesh.device)
                 stored[name].copy_(mesh.receive(buffer, node[0], f"the loading of {name}"))
             advance(read.piece.numel)
     if mesh.rank == node[0]:
@@ -134,11 +152,10 @@ def _read_and_send(
     raise together instead of hanging. The reader does not store pieces of other pipeline stages.
     """
     is_own, name = read.ranks == (mesh.rank,), read.piece.param.name
-    buffer = stored[name] if is_own else torch.empty(read.piece.shape, dtype=read.dtype, device="cpu")
+    buffer = stored[name] if is_own else read.buffer("cpu")
     try:
         if failure is None:
-            reader.fill(read.layout, read.piece, buffer)
-            reader.check_copies(read.layout, read.piece, buffer)
+            read.fill(reader, buffer)
     except LoadError as error:
         failure = error
     if not is_own:

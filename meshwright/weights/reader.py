@@ -19,10 +19,23 @@ import torch
 from torch import Tensor
 
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
+from ..ops.codings import Coding, divisor_for_amax
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Layout, Param, Piece, Table, interval
+from .bitsandbytes import unnested
 from .checksums import Checks
-from .quant_formats import BYTES, FP8, PACKED, Places, dequantise, scales_to_float, unpacked
+from .quant_formats import (
+    BYTES,
+    FP8,
+    ONE_BLOCK,
+    PACKED,
+    Places,
+    Scale,
+    as_in_file,
+    dequantise,
+    scales_to_float,
+    unpacked,
+)
 from .safetensors_header import DTYPES, TRAINABLE, Entry
 from .source import Source
 
@@ -175,7 +188,8 @@ class Reader:
         self._fds: dict[str, int] = {}
         self._checks = Checks(self.source.directory, self.source.extents)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._last_scales = "", range(0), torch.empty(0, device="cpu")  # a cache: parts of a matrix come in order
+        # A cache: parts of a matrix come in order.
+        self._last_scales = "", range(0), torch.empty(0, device="cpu")  # as the files have them
         self._divisors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Reader:
@@ -257,7 +271,11 @@ class Reader:
         if entry.key not in self.source.scales:
             return self._raw(entry, block, part)
         places, scales = self.scales_of(block, part)
-        return dequantise(self._raw(entry, block, part), places.take(scales))
+        return dequantise(self.codes(block, part), places.take(scales), self.source.scales[entry.key].coding)
+
+    def codes(self, block: Block, part: Box) -> Tensor:
+        """Return the codes of a box, one in a byte. Valid until the next read."""
+        return self._raw(self.source.entries[block.key], block, part)
 
     def scales_of(self, block: Block, part: Box) -> tuple[Places, Tensor]:
         """Return the indices of the scales of a box, and the scales that they index."""
@@ -266,6 +284,36 @@ class Reader:
         rows = places.rows_of_blocks
         return places.below(rows.start), self._scales_of_rows(block.key, rows)
 
+    def stored_scales_of(self, block: Block, part: Box) -> Tensor:
+        """Return the scale of each element of a box, in the dtype of the file."""
+        entry = self.source.entries[block.key]
+        places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[block.key])
+        rows = places.rows_of_blocks
+        return places.below(rows.start).take(self._stored_rows(block.key, rows))
+
+    def divisors_of(self, block: Block, part: Box, coding: Coding) -> tuple[Places, Tensor]:
+        """Return the number of the matrix of each row of a box, and what divides the 4-bit scales of each matrix,
+        `[matrices, 1]`."""
+        entry = self.source.entries[block.key]
+        places = Places.of(_view(block, entry, part), entry.shape, Scale("", ONE_BLOCK))
+        matrices = places.rows_of_blocks
+        divisors = [self._divisor_of(entry, number, coding) for number in matrices]
+        return places.below(matrices.start), torch.stack(divisors).view(-1, 1)
+
+    def _divisor_of(self, entry: Entry, number: int, coding: Coding) -> Tensor:
+        """Return what the scales of a matrix are divided by: as its file says, or computed from all of its values."""
+        scale, known = self.source.scales.get(entry.key), self.source.divisors
+        if scale is not None and scale.divisor:
+            return self._divisor(scale.divisor)[0]
+        if not coding.divided:
+            return torch.ones((), dtype=torch.float32, device="cpu")
+        if (entry.key, number) not in known:
+            size = prod(entry.shape[-2:])
+            parts = range(number * size, (number + 1) * size, _STAGED_ELEMENTS)
+            amax = [self._flat(entry, lo, min(_STAGED_ELEMENTS, parts.stop - lo)).abs().amax() for lo in parts]
+            known[entry.key, number] = divisor_for_amax(torch.stack(amax).amax().to(torch.float32))
+        return known[entry.key, number]
+
     def scales(self, key: str) -> Tensor:
         """Return all scales of a matrix in float32."""
         grid = self.source.scales[key].grid(self.source.entries[key].shape)
@@ -273,18 +321,23 @@ class Reader:
 
     def as_it_is(self, key: str) -> Tensor:
         """Return a whole tensor of a file in its own dtype."""
-        entry = self.source.entries[key]
+        entry = as_in_file(self.source.entries[key])
         return self._flat(entry, 0, prod(entry.shape)).view(entry.shape)
 
     def _scales_of_rows(self, key: str, rows: range) -> Tensor:
+        """Return the scales of some block rows in float32."""
+        scales, divisor = scales_to_float(self._stored_rows(key, rows)), self.source.scales[key].divisor
+        return scales / self._divisor(divisor) if divisor else scales
+
+    def _stored_rows(self, key: str, rows: range) -> Tensor:
         """Return the scales of some block rows. A rank does not read scales of blocks that it has no element of."""
         last_key, read_rows, scales = self._last_scales
         if last_key != key or not (read_rows.start <= rows.start and rows.stop <= read_rows.stop):
             scale, read_rows = self.source.scales[key], rows
             entry, width = self.source.entries[scale.key], scale.grid(self.source.entries[key].shape)[-1]
-            scales = scales_to_float(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
-            if scale.divisor:
-                scales = scales / self._divisor(scale.divisor)
+            scales = self._flat(entry, rows.start * width, len(rows) * width).view(-1, width)
+            if scale.nested:
+                scales = unnested(scales, rows.start * width, *map(self.as_it_is, scale.nested)) + scale.offset
             self._last_scales = key, read_rows, scales
         return scales[rows.start - read_rows.start : rows.stop - read_rows.start]
 
@@ -321,20 +374,21 @@ class Reader:
         return out.view(dtype).view(part.shape)
 
     def _unpacked(self, entry: Entry, source_view: Tensor, strips: _Strips, together: bool) -> Tensor:
-        """Read a box of 4-bit codes as E4M3 codes."""
+        """Read a box of 4-bit codes, one in a byte."""
         if together:
             return self._read_packed(entry, strips.first, strips.span).as_strided(
                 source_view.shape, source_view.stride()
             )
         extents = contiguous(source_view.shape, source_view.stride(), strips.first)
-        parts = [self._read_packed(entry, first, num).view(torch.uint8) for first, num in extents]
-        return torch.cat(parts).view(FP8).view(source_view.shape)
+        return torch.cat([self._read_packed(entry, first, num) for first, num in extents]).view(source_view.shape)
 
     def _read_packed(self, entry: Entry, first: int, num: int) -> Tensor:
         """Read 4-bit codes; the first and the last may share a byte with a neighbour."""
         into = self._buffer_of((first + num + 1) // 2 - first // 2)
         self._read_into(entry, into, first // 2)
-        return unpacked(into)[first % 2 :][:num]
+        coding = self.source.scales[entry.key].coding
+        high_first = coding is not None and coding.high_first
+        return unpacked(into, high_first=high_first)[first % 2 :][:num]
 
     def _buffer_of(self, num_bytes: int) -> Tensor:
         """Return the buffer, grown if it is too small."""
@@ -386,8 +440,8 @@ class Reader:
 
 
 def _dtype(entry: Entry) -> torch.dtype:
-    """Return the dtype in which elements of an entry are read."""
-    return FP8 if entry.dtype == PACKED else DTYPES[entry.dtype]
+    """Return the dtype in which elements of an entry are read: 4-bit codes one in a byte."""
+    return BYTES if entry.dtype == PACKED else DTYPES[entry.dtype]
 
 
 def _view(block: Block, entry: Entry, part: Box) -> Tensor:

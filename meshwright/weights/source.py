@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import BrokenFile, LoadError
 from .checksums import Extent
 from .file_version import Opened, Stamp, open_file
-from .quant_formats import Scale, scales_of, with_matrices
+from .quant_formats import Scale, scales_of, states_of, with_matrices
 from .safetensors_header import Entry, read_header, read_stamped_json, short
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -34,6 +36,8 @@ class Source:
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a quantised matrix
     quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config
     extents: Mapping[str, Sequence[Extent]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
+    # What loading divides the scales of a matrix by when it quantises it to NVFP4, once it is computed.
+    divisors: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def has_headers(self) -> bool:
@@ -42,12 +46,21 @@ class Source:
 
     def scaled_by(self, config: Mapping[str, Any]) -> Source:
         """Return the source with the scales that its config describes, and an entry for each packed matrix."""
-        entries = with_matrices(config, self.entries)
-        scales = scales_of(config, entries) if self.has_headers else {}
+        states = states_of(config, self.entries, self._bytes) if self.has_headers else {}
+        entries = with_matrices(config, self.entries, states)
+        scales = scales_of(config, entries, states) if self.has_headers else {}
         with_entries = replace(self, entries=entries)
         return (
             replace(with_entries, scales=scales, quantization=config["quantization_config"]) if scales else with_entries
         )
+
+    def _bytes(self, entry: Entry) -> bytes:
+        """Read a small tensor."""
+        file = self.open(entry.file)
+        try:
+            return file.bytes_at(entry.start, entry.stop - entry.start)
+        finally:
+            os.close(file.fd)
 
     @property
     def files(self) -> list[str]:
