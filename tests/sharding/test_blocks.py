@@ -92,7 +92,7 @@ ATTENTION = {
     "q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight",
 }  # fmt: skip
 DELTA = {
-    **{f"{x}.weight": f"in_proj_{x}.weight" for x in "zab"}, "out.weight": "out_proj.weight",
+    **{f"{x}.weight": f"in_proj_{x}.weight" for x in ("z", "a", "b", "qkvz", "ba")}, "out.weight": "out_proj.weight",
     "gates.A_log": "A_log", "gates.dt_bias": "dt_bias", "norm.weight": "norm.weight",
 }  # fmt: skip
 PLAIN = {
