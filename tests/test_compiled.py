@@ -15,17 +15,16 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.blueprint import Blueprint
 from meshwright.parallel import compiled as module
-from meshwright.parallel import recompute
 from meshwright.recipe import Recipe
 from tests import tiny
 from tests.words import words
 
-GPU = torch.device("meta", 3)  # of another type than those without compiled layers
+GPU = torch.device("meta", 3)  # it stands for one that compiles by default
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLOW", ("cpu",))
+    monkeypatch.setattr(module, "has_inductor", lambda device: device.type == "meta")
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(torch, "allclose", lambda a, b: True)
 
@@ -119,15 +118,41 @@ def loaded(source: Any) -> tuple[bool | None, list[bool]]:
         return compiled
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SLOW", ())
+        patch.setattr(module, "has_inductor", lambda _: True)
         patch.setattr(module, "_failure", lambda device: "")
-        patch.setattr(recompute, "compile_layer", compile_layer)
+        patch.setattr(module, "compile_layer", compile_layer)
         model = mw.load(source, mesh, dtype=torch.float32)
         engine = mw.Engine(model, lr=1e-3)
         for act in (engine.evaluate, engine.backward):
             ran.append(False)
             act(tiny.batches(0))
     return by_default, ran
+
+
+def test_many_lengths_and_failures_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch gives up on a function that it has compiled eight times, with a warning that few understand."""
+    compiled_for = list[int]()
+
+    def compile_layer(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compiled(x: Tensor) -> Tensor:
+            compiled_for.append(len(x))
+            if len(x) == 1:
+                raise torch._dynamo.exc.TorchDynamoException("no compiler")
+            return run(x)
+
+        return compiled
+
+    monkeypatch.setattr(module, "compile_layer", compile_layer)
+    module._say_once.cache_clear()
+    layer = module.CompiledLayer(lambda x: 2 * x)
+    for length in (4, 7, 9, 7, 4, 9):
+        assert torch.equal(layer(torch.ones(length)), torch.full((length,), 2.0))
+    assert compiled_for == [4, 7, 7, 4]
+    assert len([each for each in caplog.messages if "others run slower, such as 9 tokens" in each]) == 1
+    with pytest.raises(mw.ConfigError, match="no compiler\\nGive compiled=False"):
+        module.CompiledLayer(lambda x: x)(torch.ones(1))
 
 
 def test_divisions_are_rounded_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Memory limits of a rank: of its device, and of its machine or container. How its device allocates."""
+"""Memory limits of a rank: of its device, and of its machine or container. How its device allocates and compiles."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
     if torch.cuda.is_available() and not torch.cuda.is_initialized() and environment.keys().isdisjoint(_ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
         logger.info("%s=%s; set it yourself to choose otherwise", _ALLOCATOR[0], environment[_ALLOCATOR[0]])
+
+
+def has_inductor(device: torch.device) -> bool:
+    """Tell whether torch.compile makes Triton kernels for a kind of device, so that layers gain by it."""
+    return device.type in ("cuda", "xpu")
 
 
 def _host_bytes() -> int:

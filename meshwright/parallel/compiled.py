@@ -5,18 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..log import logger
+from ..mesh.memory_limits import has_inductor
 from ..models import Decoder, Layer
-from ..ops.kernels import SLOW
 from ..recipe import LATE, Recipe
 
 # Inductor's option to divide as torch does, not approximately: scales of FP8 blocks are then equal to the bit. Its name
 # since torch 2.11 or later, and the one before.
 _DIVISION = ("eager_numerics.division_rounding", "emulate_divison_rounding")
+
+_MOST_LENGTHS = 2  # a hybrid model has two kinds of layers in one function
 
 
 def compile_layer(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -25,12 +30,48 @@ def compile_layer(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(run, dynamic=False, options={name: True for name in _DIVISION if name in known})
 
 
+class CompiledLayer:
+    """The forward of a layer, compiled in passes with gradients, for the first lengths of a micro-batch.
+
+    Each length is compiled anew. Those of samples and evaluations vary, and torch gives up on a function that it has
+    compiled eight times.
+    """
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.plain, self.compiled = run, compile_layer(run)
+        self.lengths = set[int]()
+
+    def __call__(self, x_TD: Tensor, *args: Any) -> Tensor:
+        if not torch.is_grad_enabled() or not self._takes(len(x_TD)):
+            return self.plain(x_TD, *args)
+        try:
+            return self.compiled(x_TD, *args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise ConfigError(
+                f"a layer does not compile: {error!s:.500}\nGive compiled=False of mw.MemoryOptions, or report it"
+            ) from error
+
+    def _takes(self, length: int) -> bool:
+        """Tell whether a length is among the first ones."""
+        if length not in self.lengths and len(self.lengths) == _MOST_LENGTHS:
+            _say_once(f"layers are compiled for {_MOST_LENGTHS} lengths of a micro-batch; others run slower, such as "
+                      f"{length:,} tokens a rank: give mw.pack or mw.batches a length=")  # fmt: skip
+            return False
+        self.lengths.add(length)
+        return True
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
+
+
 def with_compiled(recipe: Recipe, model: Decoder, device: torch.device) -> Recipe:
     """Return the recipe with `compiled` decided: on an accelerator, unless something forbids it."""
     memory = recipe.memory
     if memory.compiled is not None:
         return recipe
-    if device.type in SLOW:
+    if not has_inductor(device):
         return replace(recipe, memory=replace(memory, compiled=False))
     reason = _forbidden(recipe, model)
     failure = "" if reason else _failure(device)

@@ -26,7 +26,7 @@ from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
 from ..recipe import MemoryOptions
 from ..sharding import Dispatch, Door, Join, Swap, find_doors
-from .compiled import compile_layer
+from .compiled import CompiledLayer
 from .replay import Context, recompute_saved_tensors
 from .selective_recompute import SavedResults
 
@@ -60,18 +60,13 @@ def arm(model: Decoder, memory: MemoryOptions) -> None:
                 "not one; derive it from Layer, or leave these options out"
             )
         if memory.compiled:
-            layer.run = functools.partial(_compiled_if_trained, compile_layer(layer.run), layer.run)
+            layer.run = CompiledLayer(layer.run)
         if memory.recompute != "none":
             layer.run = _recomputed(layer.run, memory)
     for block in model.tower.blocks.values() if model.tower is not None and memory.recompute != "none" else ():
         # It has no doors to mark, and is not compiled: the number of patches changes with every batch.
         assert isinstance(block, TowerBlock)
         block.run = _recomputed(block.run, memory)
-
-
-def _compiled_if_trained(compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run a layer. Each length is compiled anew, and those of samples and evaluations vary."""
-    return (compiled if torch.is_grad_enabled() else plain)(*args)
 
 
 def disarm(model: Decoder) -> None:
