@@ -9,6 +9,16 @@ from tests.interpreter import assert_close, kernels_of, planted
 from tests.ops.references import rand
 
 BLOCK = 1024
+
+
+class Cautious(AdamW):
+    """An optimizer of a user that changes AdamW's formula."""
+
+    def plain_update(self, weight, grad, state, *, lr, step, decays):
+        new, state = super().plain_update(weight, grad, state, lr=lr, step=step, decays=decays)
+        return torch.where((weight - new) * grad > 0, new, weight), state
+
+
 OPTIONS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
@@ -163,6 +173,7 @@ def test_the_trial_accepts_the_kernel_and_no_planted_one(monkeypatch, tmp_path, 
     monkeypatch.setattr(trials, "_passed", {})
     monkeypatch.setattr("meshwright.ops.kernels.adamw.update", kernels_of("adamw").update)
     assert not OPTIONS.fuses(x[1:], x[1:]), "an address that the trial has not had"
+    assert not Cautious().fuses(x, x), "a formula of its own"
     assert not OPTIONS.fuses(x.double(), x.double())
     assert not OPTIONS.fuses(torch.zeros(4, 2).t(), x)
 

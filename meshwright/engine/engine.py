@@ -398,7 +398,17 @@ class Engine:
             "the loss": loss.__qualname__,
             "router_aux": self.router.mode,
             "the score that the loss gets": self.want,
+            "the optimizer's kernel (a warning says why a rank has none)": self._has_kernel,
         }
+
+    @functools.cached_property
+    def _has_kernel(self) -> bool:
+        """Tell whether the optimizer's fused update works on this rank's device.
+
+        Ranks compare it: copies of a parameter would drift apart if one rank updated its copy by the formula.
+        """
+        piece = torch.zeros(16, device=self.model.mesh.device, dtype=torch.float32)
+        return self.optimizer.options.fuses(piece, piece)
 
     def _pending(self) -> Step:
         """Return the step whose gradients wait for an update. Refuse gradients of another engine."""

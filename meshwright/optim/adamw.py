@@ -71,7 +71,9 @@ class AdamW(Optimizer):
     def fuses(self, param: Tensor, grad: Tensor) -> bool:
         """Tell whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
         `plain_update`."""
-        state = self.wide_dtype(param.dtype)
+        state, kind = self.wide_dtype(param.dtype), type(self)
+        if (kind.update, kind.plain_update) != (AdamW.update, AdamW.plain_update):
+            return False  # a subclass with a formula of its own
         if param.device.type in SLOW or param.dtype != torch.float32 or grad.dtype not in _OFF or state not in _OFF:
             return False
         trial = partial(_compare, param.device, grad.dtype, state)
