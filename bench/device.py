@@ -30,7 +30,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,8 @@ def ours(folder: Path, name: str, kind: str, options: argparse.Namespace) -> str
 
 def _ours(folder: Path, name: str, kind: str, chosen: Kind, device: Device, profile: bool) -> str:
     device.forget()
-    model = mw.init(folder, mw.Mesh(device=device.kind), memory=chosen.memory, fp8=chosen.fp8)
+    memory = chosen.memory if chosen.memory.compiled else replace(chosen.memory, compiled=False)  # not by default
+    model = mw.init(folder, mw.Mesh(device=device.kind), memory=memory, fp8=chosen.fp8)
     engine = mw.Engine(model, lr=1e-4, optimizer=chosen.optimizer)
     batches = [mw.pack(documents(model.blueprint.vocab, num_tokens_of(device)))]
 
@@ -197,7 +198,7 @@ def _ours(folder: Path, name: str, kind: str, chosen: Kind, device: Device, prof
         profiled(device, f"{name} | meshwright, {kind}", step)
     waits = synchronised(device, step)
     print(f"  first step {first:.1f} s, loss {loss:.4f}, waits for the device {dict(waits)}", flush=True)
-    gb, of_activations = planned(model, chosen.memory, num_tokens_of(device))
+    gb, of_activations = planned(model, memory, num_tokens_of(device))
     return Measured(
         name, f"meshwright, {kind}", halves, whole, DOCUMENTS * num_tokens_of(device),
         flops(folder, num_tokens_of(device)), device.peak_gb(step), f"{gb:.2f} ({of_activations:.2f})",

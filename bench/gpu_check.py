@@ -76,15 +76,15 @@ def steps(name: str, seconds: float, model: str, *kinds: str, peers: Sequence[st
 
 
 def tests(name: str, seconds: float, files: Sequence[str], rehearsed: Sequence[str]) -> Stage:
-    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = ["pytest", "-q", "-x", "--durations=5", "-p", "no:cacheprovider"]
     return Stage(name, seconds, [*pytest, "-m", "gpu", *files], [*pytest, *rehearsed], has_table=False)
 
 
 STAGES = [
-    Stage("kernels", 110, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
-    tests("tests", 65, [*KERNEL_TESTS, "-k", UNTIMED], ["tests/test_kernels_experts.py"]),
-    Stage("nccl", 60, ["bench.nccl"], ["bench.nccl", "--rehearse"]),
-    tests("lost-ranks", 65, ["tests/test_nccl.py", "-k", "lost"], ["tests/test_nccl.py", "-k", "lost"]),
+    Stage("kernels", 130, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
+    tests("tests", 80, [*KERNEL_TESTS, "-k", UNTIMED], ["tests/test_kernels_experts.py"]),
+    Stage("nccl", 110, ["bench.nccl"], ["bench.nccl", "--rehearse"]),
+    tests("lost-ranks", 100, ["tests/test_nccl.py", "-k", "lost"], ["tests/test_nccl.py", "-k", "lost"]),
     steps("1.7b", 120, "qwen3-1.7b", "none", "compiled", "formulas", peers=("transformers", "liger")),
     steps("4b", 90, "qwen3-4b", "none", "compiled"),
     steps("8b", 90, "qwen3-8b", "moments", "moments+compiled"),
