@@ -190,6 +190,11 @@ def _check_frozen(blueprint: Blueprint) -> None:
             f"frozen={made.name!r} quantises weights, but the files hold {next(iter(source.scales))} quantised "
             "already, and frozen matrices stay as the files have them; leave frozen out"
         )
+    if blueprint.config.get("quantization_config"):
+        raise ConfigError(
+            f"frozen={made.name!r} quantises weights, but config.json has a quantization_config: the files are "
+            "quantised already; leave frozen out"
+        )
     trained = {*blueprint.trained()}
     if not any(blueprint.coding(param) for param in blueprint.table if param.name not in trained):
         what = f"all matrices of {made.block} columns and multiples are trained, and trained weights are float32"

@@ -60,6 +60,28 @@ def test_a_base_model_without_its_head_is_refused(tmp_path: Path) -> None:
     worlds.run(1, load)
 
 
+def test_adapters_of_a_base_model_are_for_the_class_that_loads_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import transformers
+
+    source, _ = base_model(tmp_path / "m", "qwen3_tied")
+
+    def export() -> tuple[Tensor, str]:
+        adapted = mw.load(source, mw.Mesh(), dtype=torch.float32, head="none", lora=mw.Lora(rank=2, b_std=0.1))
+        mw.export_adapter(adapted, tmp_path / "adapter")
+        causal = mw.load(source, mw.Mesh(), lora=mw.Lora(rank=2))
+        with pytest.raises(mw.ConfigError) as error:
+            mw.export_adapter(causal, tmp_path / "no")
+        return mw.embeddings(adapted, mw.pack(DOCUMENTS)), str(error.value)
+
+    expected, refusal = worlds.run(1, export)[0]
+    assert "those of a base model" in refusal
+    base = transformers.AutoModel.from_pretrained(source, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    last = [model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in DOCUMENTS]
+    assert (torch.stack(last) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_a_tied_base_model_trains_as_a_language_model(tmp_path: Path) -> None:
     source, _ = base_model(tmp_path / "m", "qwen3_tied")
 

@@ -394,6 +394,9 @@ def resumes(at: Path, out: Path, frozen: str) -> tuple[float, dict[str, Tensor]]
             mw.resume(engine, out / "steps")
         return str(error.value)
     mw.resume(engine, out / "steps")
+    wide = mw.Engine(mw.load(at, model.mesh, train="layers.1.*"), lr=1e-2)
+    with pytest.raises(mw.CheckpointError, match="trained with frozen='nf4', the engine's model has frozen=None"):
+        mw.resume(wide, out / "masked")
     masked = mw.Engine(mw.load(at, model.mesh, train="layers.1.*", frozen=frozen), lr=1e-2)
     mw.resume(masked, out / "masked")
     assert masked.steps == 1

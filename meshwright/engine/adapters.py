@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -97,8 +98,8 @@ def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: 
         )
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is not a path; give the directory to write")
-    of_source = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
-    chosen = layout or family_of(model.config).served or of_source
+    _check_has_class(model, call)
+    chosen = layout or default_layout(model)
     if chosen not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
     path = weights.path_of(directory).absolute()
@@ -144,6 +145,27 @@ def export_adapter(
     model.mesh.together(write, at, ExportError, nothing)
 
 
+def default_layout(model: Model) -> str:
+    """Return the layout of routed experts that vLLM reads for the family; else the one that the source has."""
+    of_source = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
+    return family_of(model.config).served or of_source
+
+
+def _check_has_class(model: Model, call: str) -> None:
+    """Refuse adapters whose keys are not those of the class that would load them: PEFT would leave B at 0.
+
+    Classes with a head have their layers in `model.`, base models (AutoModel) have not, and keys are as in the source.
+    """
+    of_base, head = "embed_tokens.weight" in model.keymap.keys, model.blueprint.head
+    if of_base != (head == "none"):
+        kind = "those of a base model without a head" if of_base else "those of a model with a head"
+        raise ConfigError(
+            f'{call}: the keys of the source are {kind}, and the model was loaded with head="{head}"; the class that '
+            "has this head spells them otherwise, and PEFT would leave the adapters out. Export them merged: "
+            "mw.export(model, directory, merge=True)"
+        )
+
+
 def _target(model: Model, path: Path, num_bytes: int, overwrite: bool) -> weights.Target:
     names = frozenset({peft_files.CONFIG_FILE, peft_files.WEIGHTS_FILE})
     return weights.Target(
@@ -156,6 +178,7 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     lora, pairs = model.recipe.lora, peft_files.pairs_of(param for param in model.table if param.adapter)
     assert lora is not None
     config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""), plain=_plain_modules(model))
+    config["task_type"] = "CAUSAL_LM" if model.blueprint.head == "lm" else "FEATURE_EXTRACTION"
     (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     # Tensors that share memory would be refused: gate and up of an expert have one A.
     tensors = {key: tensor.clone() for key, tensor in as_in_peft(model.table, factors, layout).items()}
@@ -218,6 +241,8 @@ def _owner(scales: str) -> str:
 def check_same_adapters(model: Model, saved: Mapping[str, Any] | None, at: Path) -> None:
     """Refuse to resume adapters on a model without them, of other rank or scale, or on another base."""
     now = adapter_record(model)
+    if now and saved and math.isclose(_scale_of(now), _scale_of(saved)):  # files say rsLoRA by a larger alpha
+        saved = {**saved, "alpha": now["alpha"], "rslora": now["rslora"]}
     if now == saved:
         return
     if now is None or saved is None:
@@ -235,6 +260,10 @@ def check_same_adapters(model: Model, saved: Mapping[str, Any] | None, at: Path)
     raise CheckpointError(
         f"the adapters of {at} have {name}={saved.get(name)!r}, the engine's model has {now.get(name)!r}; {fix}"
     )
+
+
+def _scale_of(record: Mapping[str, Any]) -> float:
+    return float(record["alpha"] / record["rank"] ** (0.5 if record["rslora"] else 1))
 
 
 def adapter_record(model: Model) -> dict[str, Any] | None:

@@ -200,6 +200,7 @@ def _trainer(engine: Engine) -> dict[str, Any]:
         "settings": _settings(engine),
         "router_load": engine.router.trained_load.tolist(),
         "lora": adapter_record(engine.model),
+        "frozen": engine.model.recipe.frozen,
     }
 
 
@@ -362,6 +363,12 @@ def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tr
         raise CheckpointError(
             f"{at} trained {len(trained)} parameters, this engine trains {len(engine.trained)}; only {trainer_of_odd} "
             f"trains {odd}. Give mw.load the same train="
+        )
+    frozen = trainer.get("frozen", model.recipe.frozen)  # `meshwright convert` does not know it
+    if frozen != model.recipe.frozen:
+        raise CheckpointError(
+            f"{at} was trained with frozen={frozen!r}, the engine's model has frozen={model.recipe.frozen!r}, so other "
+            f"values of what is frozen; load the model with frozen={frozen!r}"
         )
     if model.mesh.rank == 0:
         saved = trainer["settings"]  # empty in a checkpoint that `meshwright convert` made

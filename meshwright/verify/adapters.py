@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..blueprint import Blueprint
 from ..engine import Model, export_adapter, gather, load, resume
+from ..engine.adapters import default_layout
 from ..mesh import Mesh
 from ..recipe import ALL_LINEAR, ContextParallel, Lora, MemoryOptions, Pipeline
 from ..weights import peft_files
@@ -176,9 +177,9 @@ def adapter_files(run: Run, folder: Path, trained: Mapping[str, Tensor]) -> Find
     model, own = run.model, {key: tensor.float() for key, tensor in trained.items() if key.startswith(PREFIX)}
     streamed = gather(model, "adapter")
     experts = any(param.adapter and "expert" in param.rows for param in model.table)
-    usual = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
+    usual = default_layout(model)
     for layout in ("fused", "per-expert") if experts else ("fused",):
-        # Where the source has its experts so, nobody has to ask for it.
+        # Nobody has to ask for the default.
         export_adapter(model, folder / layout, layout=None if layout == usual else layout)
         way = f"export_adapter(layout={layout!r})"
         if model.mesh.rank == 0:  # before our own reader, which may refuse what is wrong

@@ -74,7 +74,9 @@ def unnested(codes: Tensor, first: int, absmax: Tensor, values: Tensor) -> Tenso
 def _state(key: str, entries: Mapping[str, Entry], read: Callable[[Entry], bytes]) -> State:
     """Read and check the state of one matrix."""
     file = entries[key + _STATE].file
-    missing = [each for each in (key, key + ABSMAX, key + _MAP) if each not in entries]
+    nested = [key + end for end in NESTED]
+    needed = [key, key + ABSMAX, key + _MAP, *(nested if any(each in entries for each in nested) else ())]
+    missing = [each for each in needed if each not in entries]
     if missing:
         raise MismatchedKey(f"{file} has {key}{_STATE}, but {missing[0]} is missing; fetch the file that holds it")
     try:

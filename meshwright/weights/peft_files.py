@@ -13,6 +13,7 @@ Meshwright has A `[E r, in]` and B `[E out, r]`, both expert-major, so that ep c
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,6 +114,8 @@ def recipe_of(lora: Lora) -> Lora:
     )  # fmt: skip
     for name in ("rank", "alpha", "expert_rank", "rslora", "targets"):
         given, read = vars(lora)[name], vars(stated)[name]
+        if name in ("alpha", "rslora") and math.isclose(lora.scale, stated.scale):  # our files say rsLoRA by alpha
+            continue
         if given not in (vars(usual)[name], read):
             raise LoadError(
                 f"lora.{name}={given!r}, but {files.directory} has {read!r:.200}; leave it out, the files say it"

@@ -200,10 +200,14 @@ def config_of(kept: Sequence[str]) -> dict[str, Any]:
 def also_plain(quantization: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
     """Return a quantization_config that lists more modules as unquantised.
 
-    compressed-tensors calls the list `ignore`, fp8 `modules_to_not_convert`, some exporters `ignored_layers`.
+    compressed-tensors calls the list `ignore`, fp8 `modules_to_not_convert`, some exporters `ignored_layers`, and
+    bitsandbytes `llm_int8_skip_modules`, which replaces transformers' default of the head.
     """
     if not modules:
         return quantization
+    if quantization.get("quant_method") == "bitsandbytes":
+        kept = quantization.get("llm_int8_skip_modules") or ["lm_head"]
+        return {**quantization, "llm_int8_skip_modules": [*kept, *modules]}
     default_field = "ignore" if quantization.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
     field_name = "ignored_layers" if "ignored_layers" in quantization else default_field
     return {**quantization, field_name: [*(quantization.get(field_name) or []), *modules]}
