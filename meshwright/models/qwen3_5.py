@@ -150,7 +150,6 @@ class DeltaNet(nn.Module):
         chan = sum(cuts)
         self.delta, self.cuts = delta, cuts
         self.declare_projections(shape, at)
-        self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
         self.gates = Gates(delta, at)
         self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
@@ -163,11 +162,15 @@ class DeltaNet(nn.Module):
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def declare_projections(self, shape: Shape, at: str) -> None:
-        """Declare the matrices that make q, k, v, the norm's gate z, and the gates a and b of the state."""
+        """Declare the matrices that make q, k, v, the norm's gate z, and the gates a and b of the state.
+
+        The convolution is declared among them: in the order of the declarations the gradient norm is summed.
+        """
         D, G, R, V = shape.width, self.delta.keys, self.delta.ratio, self.delta.value
         chan = sum(self.cuts)
         spelled = segments(at + "in_proj_qkv.weight", (G, chan, D), self.cuts, (G * chan, D))
         self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
+        self.conv = Conv(shape, self.delta, self.cuts, at + "conv1d.weight")
         self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
         # a and b control decay and write strength of whole heads, so they are never quantised.
         self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")

@@ -14,7 +14,7 @@ from .decoder import Decoder, Layer, Shape
 from .hf_config import Json, listed, take
 from .linear import ALL, Linear, WideLinear, joined
 from .qwen3 import MLP
-from .qwen3_5 import DeltaNet, Mixer, backbone
+from .qwen3_5 import Conv, DeltaNet, Mixer, backbone
 from .qwen3_5_moe import SharedMoE
 from .qwen3_moe import balance_of, routing_of
 
@@ -43,10 +43,11 @@ class FusedDeltaNet(DeltaNet):
     """
 
     def declare_projections(self, shape: Shape, at: str) -> None:
-        """Declare two matrices in the rows of the files."""
+        """Declare two matrices in the rows of the files, and the convolution."""
         D, G, R = shape.width, self.delta.keys, self.delta.ratio
         chan = sum(self.cuts) + R * self.delta.value
         self.qkvz = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, key=at + "in_proj_qkvz")
+        self.conv = Conv(shape, self.delta, self.cuts, at + "conv1d.weight")
         self.ba = WideLinear({"key": G, "ratio": 2 * R}, {"embed": D}, shape.std, key=at + "in_proj_ba")
 
     def project(self, x_TD: Tensor) -> Sequence[Tensor]:
