@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..blueprint import Blueprint
 from ..engine import Model, export_adapter, gather, load, resume
-from ..engine.adapters import default_layout
 from ..mesh import Mesh
+from ..models import family_of
 from ..recipe import ALL_LINEAR, ContextParallel, Lora, MemoryOptions, Pipeline
 from ..weights import peft_files
 from .diagnose.forward import scores_of
@@ -177,7 +177,8 @@ def adapter_files(run: Run, folder: Path, trained: Mapping[str, Tensor]) -> Find
     model, own = run.model, {key: tensor.float() for key, tensor in trained.items() if key.startswith(PREFIX)}
     streamed = gather(model, "adapter")
     experts = any(param.adapter and "expert" in param.rows for param in model.table)
-    usual = default_layout(model)
+    of_source = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
+    usual = family_of(model.config).served or of_source  # a choice of its own, to compare that of the export with
     for layout in ("fused", "per-expert") if experts else ("fused",):
         # Nobody has to ask for the default.
         export_adapter(model, folder / layout, layout=None if layout == usual else layout)
