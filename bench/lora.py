@@ -117,11 +117,11 @@ def compare(name: str, dtype: torch.dtype, ranks: int, rounds: int) -> str:
         run_ranks(1, make, recipe, seconds=300)
         results = run_ranks(ranks, turns, recipe / "m", dtype, rounds, seconds=1800)
         peaks = {side: max(run_ranks(ranks, peak_megabytes, recipe / "m", dtype, side, seconds=900)) for side in SIDES}
-    own, theirs = ([max(s) for s in zip(*(r["seconds"][side] for r in results), strict=True)] for side in SIDES)
+    own, of_peft = ([max(s) for s in zip(*(r["seconds"][side] for r in results), strict=True)] for side in SIDES)
     losses = results[0]["losses"]
     return (
         f"| {name} | {str(dtype).removeprefix('torch.')} | {ranks} | {statistics.median(own):.3f} "
-        f"| {statistics.median(theirs):.3f} | {ratio(theirs, own)} | {peaks['meshwright']:.0f} | {peaks['peft']:.0f} "
+        f"| {statistics.median(of_peft):.3f} | {ratio(of_peft, own)} | {peaks['meshwright']:.0f} | {peaks['peft']:.0f} "
         f"| {losses['meshwright']:.5f} {losses['peft']:.5f} |"
     )
 

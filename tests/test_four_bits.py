@@ -28,8 +28,8 @@ from meshwright.sharding import pieces
 from meshwright.verify import Recorder
 from meshwright.weights import frozen_scales, whole_tensors
 from tests import parts, quantised, tiny, worlds
+from tests.published_configs import QWEN3_30B_A3B
 from tests.test_lora_meshes import DRAWN
-from tests.test_verify import QWEN3_30B_A3B
 
 BF16, F32 = torch.bfloat16, torch.float32
 PLAIN, FULL = mw.MemoryOptions(), mw.MemoryOptions(recompute="full")

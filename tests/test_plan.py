@@ -28,8 +28,9 @@ from meshwright.plan.tables import identical_params, parameter_lines
 from meshwright.plan.wording import counted, large, nominal, size
 from meshwright.sharding import Param, piece
 from tests import parts, tiny
+from tests.published_configs import QWEN3_30B_A3B, QWEN3_NEXT
 from tests.started import become
-from tests.test_verify import QWEN3_30B_A3B, QWEN3_NEXT, directory
+from tests.test_verify import directory
 from tests.words import words
 
 QWEN3_235B_A22B: dict[str, Any] = {

@@ -43,45 +43,13 @@ from meshwright.verify import (
 )
 from meshwright.verify.report import ROWS
 from tests import parts, tiny
+from tests.published_configs import QWEN2, QWEN3_5, QWEN3_30B_A3B, QWEN3_NEXT
 from tests.words import words
 
 ROOT = Path(__file__).parent.parent
 Capture = pytest.CaptureFixture[str]
 OF_FP8 = {"Q1", "P1"}  # with --fp8 alone, which tests/test_fp8.py tries
 OF_LORA = {"A1", "E3", "M2"}  # with --lora alone, which tests/test_verify_lora.py tries
-
-# Published configs.
-QWEN3_30B_A3B: dict[str, Any] = dict(
-    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-    moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False, mlp_only_layers=[],
-    decoder_sparse_step=1, rope_theta=1000000.0, max_window_layers=48,
-)  # fmt: skip
-QWEN3_NEXT: dict[str, Any] = dict(  # Qwen3-Next-80B-A3B and Qwen3-Coder-Next
-    model_type="qwen3_next", vocab_size=151936, hidden_size=2048, intermediate_size=5120, num_hidden_layers=48,
-    num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
-    linear_key_head_dim=128, linear_value_head_dim=128, num_experts=512, num_experts_per_tok=10,
-    moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, mlp_only_layers=[],
-    decoder_sparse_step=1, full_attention_interval=4, rope_theta=1e7, partial_rotary_factor=0.25, rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-)  # fmt: skip
-QWEN3_5: dict[str, Any] = dict(
-    model_type="qwen3_5",
-    text_config=dict(
-        model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288,
-        num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256,
-        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
-        full_attention_interval=4,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,
-        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25,
-                             mrope_section=[11, 11, 10]),
-    ),
-    vision_config=dict(depth=27), tie_word_embeddings=False,
-)  # fmt: skip
-QWEN2: dict[str, Any] = dict(
-    model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
 
 
 def directory(at: Path, config: dict[str, Any]) -> str:

@@ -16,7 +16,8 @@ from meshwright.recipe import Lora, Recipe
 from meshwright.verify import Options, plan, transformers_oracles
 from meshwright.verify.report import ROWS
 from tests import parts
-from tests.test_verify import OF_FP8, QWEN3_30B_A3B, directory
+from tests.published_configs import QWEN3_30B_A3B
+from tests.test_verify import OF_FP8, directory
 
 OPTIONS = ["--lora-rank", "3", "--dtypes", "float64", "--json"]
 RUNS = {"experts of another rank": "tiny-qwen3-moe --mesh fsdp=2,ep=2 --lora-expert-rank 2"}

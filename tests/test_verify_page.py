@@ -26,7 +26,8 @@ from meshwright.verify.report import print_table, verify_page
 from meshwright.verify.results import Margin
 from tests import tiny, worlds
 from tests.pages import Read
-from tests.test_verify import QWEN2, QWEN3_5, QWEN3_30B_A3B, directory
+from tests.published_configs import QWEN2, QWEN3_5, QWEN3_30B_A3B
+from tests.test_verify import directory
 from tests.words import words
 
 ORIGIN = {

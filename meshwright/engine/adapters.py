@@ -224,7 +224,7 @@ def saved_part(model: Model, table: Table) -> tuple[Table, weights.KeyMap]:
     partly = [name for name in made_of if name in whole and len(made_of[name]) < len(whole[name])]
     if partly:
         raise ConfigError(
-            f"{partly[0]} is one tensor of the files, of which only a part is trained beside the adapters; a "
+            f"{partly[0]} is one tensor of the files, and only a part of it is trained with the adapters; a "
             "checkpoint of adapters holds whole tensors: give train= patterns that take in all of it, or none"
         )
     keys = {n: k._replace(file=weights.ADAPTERS) for n, k in model.keymap.keys.items() if n in made_of}

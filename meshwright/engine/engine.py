@@ -87,7 +87,7 @@ class StepRecord:
 
 
 class _Results(NamedTuple):
-    """What the host waits for in a step: all of it finite."""
+    """The results of a step that the host waits for, all of them finite."""
 
     loss: float
     norm: float

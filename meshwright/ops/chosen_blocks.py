@@ -27,7 +27,7 @@ QUERIES = part_size(__name__, "QUERIES", 1024, small=5)
 class Blocks(NamedTuple):
     """The whole blocks of all documents of a stream, in order.
 
-    There are always `S // r`, so that no shape depends on the data; those behind the last whole one are nobody's.
+    There are always `S // r`, so that no shape depends on the data; those behind the last whole one are unused.
     """
 
     size: int
@@ -58,7 +58,8 @@ def choose_blocks(q_Thd: Tensor, keys_Bd: Tensor, blocks: Blocks, first: int, nu
     """Return the numbers of the `num` best visible blocks of each query, `[T, num]`, ascending, then NO_BLOCK.
 
     The score is the sum over heads of relu(q . key). Of equal scores, which are common because of relu, the earlier
-    block wins: so any device, mesh and chunk of queries chooses alike. `first`: the place of the queries in the stream.
+    block wins, so the choice is the same on any device and mesh, and for any chunk of queries. `first`: the place of
+    the queries in the stream.
     """
     number_B, out = torch.arange(len(keys_Bd), device=keys_Bd.device), []
     for at in range(0, len(q_Thd), QUERIES):

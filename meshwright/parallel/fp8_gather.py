@@ -10,7 +10,7 @@ A matmul quantises a weight in blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.1943
 All ranks then hold bit for bit the codes that the matmul would have made from the gathered bfloat16 weight. With scales
 of own rows alone they would not, and the loss would depend on the number of shards.
 
-A weight of which a rank stores every row has no all-gather: its module takes the codes in place of the values.
+A weight whose rows are all on one rank has no all-gather: its module takes the codes in place of the values.
 
 Codes are made once a pass, that is once a step for all its micro-batches. Blocks are square, so the same codes serve
 forward, recomputation and backward. Weights may be written between two calls (`optimizer.step`, streaming, a resume),
@@ -73,7 +73,7 @@ class _LocalShard:
 
 @dataclass(frozen=True)
 class _WholeMatrix:
-    """A weight of which this rank stores every row. Its module takes the blocks during a pass."""
+    """A weight whose rows are all on this rank. Its module takes the blocks during a pass."""
 
     shard: _LocalShard
     compute: torch.dtype
@@ -252,7 +252,7 @@ def _local_shards(
 def _whole_matrices(
     stages: Sequence[Stage], spec: ShardingSpec, mesh: Mesh, compute: torch.dtype
 ) -> Iterator[_WholeMatrix]:
-    """Yield the weights of which this rank stores every row, where the host does not hold them."""
+    """Yield the weights whose rows are all on this rank, where the host does not hold them."""
     for stage in stages:
         trained = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
         for unit in stage.units:

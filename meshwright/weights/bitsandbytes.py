@@ -36,7 +36,7 @@ _WAY_OUT = "fetch the unquantised model, and load it with frozen='nf4'"
 
 @dataclass(frozen=True)
 class State:
-    """What the files say of a matrix. `offset` belongs to double quantisation."""
+    """The quantisation state of a matrix in the files. `offset` belongs to double quantisation."""
 
     shape: tuple[int, ...]
     nested: bool = False
