@@ -6,7 +6,7 @@ Loading, the bill, plans and `verify` all read the same blueprint, so they canno
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from .errors import ConfigError, LayoutError
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .ops.codings import FOUR_BITS, Coding
 from .recipe import Recipe, matching, patterns_of
-from .sharding import Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
+from .sharding import ALWAYS, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 
@@ -98,10 +98,17 @@ class Blueprint:
         """
         patterns = patterns_of(self.recipe.train)
         if self.recipe.lora is None:
-            return matching(patterns, self.table.params, "train")
-        more = [] if patterns == ["**"] else matching(patterns, self.table.params, "train")
+            return self._trained_by(patterns)
+        more = [] if patterns == ["**"] else self._trained_by(patterns)
         new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
         return [p.name for p in self.table if p.adapter or p.name in new or p.name in more]
+
+    def _trained_by(self, patterns: Sequence[str]) -> list[str]:
+        """Return the parameters that patterns train: none without a gradient, and a table only if one names it."""
+        able = {param.name: param for param in self.table if param.trains != NEVER}
+        named = {*matching([pattern for pattern in patterns if pattern != "**"], able, "train")}
+        every = "**" in patterns
+        return [name for name, param in able.items() if name in named or (every and param.trains == ALWAYS)]
 
     def mark(self, trained: Container[str]) -> None:
         """Set `requires_grad` on the meta parameters, from which placed and simulated ones inherit it."""

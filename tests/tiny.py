@@ -41,6 +41,18 @@ ODD["qwen3_next"] = {
     "shared_expert_intermediate_size": 24,  # with 28, transformers' float32 is 1.06e-5 from its float64 in one A_log
     "rope_parameters": dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
 }  # fmt: skip
+ODD["qwen4_exp"] = dict(
+    model_type="qwen4_exp_text", vocab_size=131, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, linear_num_key_heads=4, linear_num_value_heads=12, linear_key_head_dim=6,
+    linear_value_head_dim=10, moe_intermediate_size=20, shared_expert_intermediate_size=28, num_experts=8,
+    num_experts_per_tok=3, hc_count=3, hc_lowrank=12, ple_layer_ids=[2], ple_embed_dim=24, ngram_size=3,
+    heads_per_ngram=2, ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=36, split_ngram_parts=12, seed=77,
+    indexer_n_heads=5, indexer_kv_heads=1, indexer_head_dim=12, indexer_budget=6, indexer_compress_ratio=2,
+    output_gate_type="sigmoid", eos_token_id=7, tie_word_embeddings=False,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+    mrope_interleaved=True),
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
 ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
 
 # The same in whole blocks of 128 on each of four ranks of tp, but for the two kv heads: what products in 8 bits want.
@@ -76,6 +88,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CLASSES = {
+    "qwen4_exp_text": (transformers.Qwen4ExpTextConfig, transformers.Qwen4ExpForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -119,7 +132,8 @@ def directory(
     tensors = {}
     for key, value in model.state_dict().items():
         exact = key.endswith(("A_log", "linear_attn.norm.weight"))
-        tensors[key] = value.detach().to(torch.float32 if exact else dtype).contiguous().clone()
+        wide = torch.float32 if exact else dtype if value.is_floating_point() else value.dtype
+        tensors[key] = value.detach().to(wide).contiguous().clone()
     if layout != "fused":
         tensors = _per_expert(tensors)
     if of(name, **changes)["tie_word_embeddings"] and layout != "twice":
@@ -151,6 +165,9 @@ def _per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif key.endswith("experts.down_proj"):
             for e, one in enumerate(value):
                 out[key.replace("down_proj", f"{e}.down_proj.weight")] = one.contiguous().clone()
+        elif key.endswith("ngram_embedding.weight"):
+            for i, part in enumerate(value.chunk(ODD["qwen4_exp"]["split_ngram_parts"])):
+                out[key.replace("weight", f"shard_{i}.weight")] = part.contiguous().clone()
         else:
             out[key] = value
     return out

@@ -55,7 +55,7 @@ def _copy_of_part(spec: ShardingSpec, stage: Stage, part: str, fake_mesh: FakeMe
 
 def _count_backward(part: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:
     """Count the collectives of backward, for an input that has no gradient."""
-    x_TD = torch.empty(_TOKENS, part.shape.width, dtype=compute, device="meta")
+    x_TD = torch.empty(_TOKENS, part.shape.stream_width, dtype=compute, device="meta")
     counter = _CollectiveCounter()
     with counter:
         out = forward(part, axes, _TOKENS * axes.cp * axes.tp, x_TD)

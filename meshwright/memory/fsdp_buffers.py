@@ -56,7 +56,7 @@ def sharded_units(
         if memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             num_shards = prod(axes.sizes(unit.shard))
             coded = {**dict.fromkeys(fp8_weights if num_shards > 1 else (), FP8), **codings}
-            exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))
+            exact = replace(unit, params=tuple(name for name in unit.params if spec.table[name].in_fsdp))
             gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, coded)
             summed = stored + narrow_bytes(spec, axes, exact, compute.itemsize, stored)
             sizes[exact] = gathered * num_shards, padded(exact, spec, axes, coords) * num_shards * summed

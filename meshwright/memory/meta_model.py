@@ -22,9 +22,9 @@ from ..axes import Axes
 from ..models import Decoder, Quantisable
 from ..models.decoder import Embedding
 from ..ops.codings import Coding, in_memory
-from ..parallel import context, expert, recompute, tensor
+from ..parallel import context, expert, lookup, recompute, tensor
 from ..recipe import MemoryOptions
-from ..sharding import Param, ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
+from ..sharding import Param, ShardingSpec, Span, Stage, find_doors, shape_before_fsdp
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ def meta_copy(spec: ShardingSpec, stage: Stage, mesh: Any, seen: Seen, layers: S
     tensor.arm(model, mesh)
     context.arm(replace(spec, module=model), model, mesh)
     expert.arm(model, mesh, token_once=seen.memory.token_once)
+    lookup.arm(spec, model, mesh)
     recompute.arm(model, replace(seen.memory, compiled=False))
     return model
 
@@ -182,15 +183,14 @@ def _forms(spec: ShardingSpec, stage: Stage, axes: Axes, seen: Seen) -> Iterator
         wrapped = seen.memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
         for name in unit.params:
             own = seen.frozen.get(name, stored)
-            gathered = wrapped and not spec.table[name].float32 and not isinstance(own, Coding)
+            gathered = wrapped and spec.table[name].in_fsdp and not isinstance(own, Coding)
             yield name, seen.compute if gathered else own
 
 
 def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, mesh: Any, form: torch.dtype | Coding) -> nn.Parameter:
     """Return an empty meta parameter in the shape of this rank's shard."""
     param = spec.table[name]
-    box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-    shape, dtype = in_memory(matrix_shape(param, box.shape), form)
+    shape, dtype = in_memory(shape_before_fsdp(param, spec.rules, mesh.axes, mesh.coords), form)
     return nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=given.requires_grad)
 
 

@@ -212,7 +212,7 @@ def _grads(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> 
     return {
         param.name: width * piece(param, spec.rules, mesh.axes, mesh.coords).numel
         for param in params
-        if param.float32 or not offload
+        if not (param.in_fsdp and offload)
     }
 
 
@@ -390,7 +390,9 @@ class _Trial:
         model, own = self.model, num_tokens // (self.axes.cp * self.axes.tp)
         x_TD = None
         if not isinstance(model.embed, Embedding):
-            x_TD = torch.empty(own, model.shape.width, dtype=self.compute, device="meta", requires_grad=self.carried)
+            x_TD = torch.empty(
+                own, model.shape.stream_width, dtype=self.compute, device="meta", requires_grad=self.carried
+            )
         out = forward(model, self.axes, num_tokens, x_TD)
         if model.head is None:
             self._on_layer(out)

@@ -14,7 +14,7 @@ from torch import device
 from ..errors import ConfigError, UnknownKey
 from ..recipe import Lora
 from ..sharding import Table, collect
-from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl
+from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen4_exp
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
 from .linear import Quantisable
@@ -37,6 +37,7 @@ class Family:
 
 
 _PREFIXES, _CARRIED = ("model.", "", "model.language_model."), ("mtp.*", "model.visual.*")
+_HASHES = ("*.ple_embedding.layer_multipliers", "*.ple_embedding.ngram_heads_*")  # they follow from the config
 FAMILIES = {
     "qwen2": Family(qwen2.build, classifier="Qwen2ForSequenceClassification"),
     "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),
@@ -45,21 +46,29 @@ FAMILIES = {
     # transformers 5.23 has no classifier
     "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED, served="fused"),
     "qwen3_next": Family(qwen3_next.build, carried=("mtp.*",), classifier="Qwen3NextForSequenceClassification"),
+    "qwen4_exp_text": Family(qwen4_exp.build, _PREFIXES, (*_CARRIED, *_HASHES), served="fused"),
     "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
     "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
 }
-_TEXT_OF = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")}
+_TEXT_OF = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp")}
 _CLASSIFIER_OF = {  # of models with a vision tower
     "qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": "", "qwen3_vl": "", "qwen3_vl_moe": "",
 }  # fmt: skip
 VISUAL = "model.visual."  # prefix of a tower's keys
 # M-RoPE (arXiv 2409.12191): how many frequencies turn with time, height and width, where the config does not say so.
 _SECTIONS = {
-    "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20),
+    "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen4_exp": (11, 11, 10),
+    "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20),
 }  # fmt: skip
 _IDS_3_5 = {"image_token_id": 248056, "video_token_id": 248057}
 _IDS_VL = {"image_token_id": 151655, "video_token_id": 151656}
-_PLACEHOLDERS = {"qwen3_5": _IDS_3_5, "qwen3_5_moe": _IDS_3_5, "qwen3_vl": _IDS_VL, "qwen3_vl_moe": _IDS_VL}
+_PLACEHOLDERS = {
+    "qwen3_5": _IDS_3_5,
+    "qwen3_5_moe": _IDS_3_5,
+    "qwen4_exp": _IDS_3_5,
+    "qwen3_vl": _IDS_VL,
+    "qwen3_vl_moe": _IDS_VL,
+}
 # For these, transformers reads tie_word_embeddings at the top level only, and writes true into text_config regardless.
 _TIED_AT_TOP = ("qwen3_vl", "qwen3_vl_moe")
 

@@ -7,7 +7,7 @@ A family supplies the layers. Between them each rank of tp x cp holds its own to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,12 @@ class Shape:
     labels: Labels  # of a value head
     zero_centred: bool = False  # whether norms multiply by 1 + weight (Gemma's and Qwen3.5's) or by weight
     sections: tuple[int, int, int] | None = None  # M-RoPE's frequencies a time, height and width; None: 1D positions
+    streams: int = 1  # residual streams of a token, each of the width (hyper-connections)
+
+    @property
+    def stream_width(self) -> int:
+        """Return the elements a token that a layer hands to the next one."""
+        return self.width * self.streams
 
 
 class Norm(nn.Module):
@@ -121,9 +127,9 @@ class LanguageHead(nn.Module):
 
     scores = ("logprobs", "entropy", "logits", "target_logits")
 
-    def __init__(self, shape: Shape, at: str) -> None:
+    def __init__(self, shape: Shape, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = Norm(shape, at + "norm.weight")
+        self.norm = norm
         rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
         # A tied head declares nothing: `forward` gets the embedding's matrix.
         own = weight(rows, cols, key=LM_HEAD, init=Init("normal", shape.std))
@@ -152,9 +158,9 @@ class ValueHead(nn.Module):
 
     scores = ("values",)
 
-    def __init__(self, shape: Shape, at: str) -> None:
+    def __init__(self, shape: Shape, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = Norm(shape, at + "norm.weight")
+        self.norm = norm
         labels, init = shape.labels, Init("normal", shape.std)
         rows, cols = {"label": labels.num}, {"embed": shape.width}
         self.weight = weight(rows, cols, key=SCORE, init=init, optional=labels.new)
@@ -172,9 +178,9 @@ class NoHead(nn.Module):
 
     scores = ("hidden",)
 
-    def __init__(self, shape: Shape, at: str) -> None:
+    def __init__(self, shape: Shape, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = Norm(shape, at + "norm.weight")
+        self.norm = norm
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
         return (self.norm(x_TD),)
@@ -195,8 +201,9 @@ class Decoder(nn.Module):
 
     def __init__(
         self, shape: Shape, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str,
-        balance: Balance | None = None,
+        balance: Balance | None = None, norm: Callable[[str], nn.Module] | None = None,
     ) -> None:  # fmt: skip
+        """`norm`: makes what the head sees of the residual, from the key prefix; RMSNorm by default."""
         super().__init__()
         if head not in HEAD_OF:
             raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEAD_OF)}")
@@ -208,7 +215,7 @@ class Decoder(nn.Module):
         # A dict by number and not a list: a pipeline stage keeps the numbers of the whole model, and so all parameter
         # names.
         self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
-        self.head = HEAD_OF[head](shape, at)
+        self.head = HEAD_OF[head](shape, norm(at) if norm is not None else Norm(shape, at + "norm.weight"))
         self.share = Door(SHARE, 0)
         belongs_to(self.embed, first=True)
         for number, layer in self.layers.items():
@@ -271,6 +278,7 @@ class Decoder(nn.Module):
         rows: tuple[
             Tensor, ...
         ] = ()  # image features: for the embedding, then for each of the first layers (deepstack)
+        docs, is_first = replace(docs, tokens_T=tokens_T), x_TD is None
         if x_TD is None:
             assert self.embed is not None, "the first stage has it"
             tokens_T, none_T = self.share(tokens_T), None
@@ -287,6 +295,8 @@ class Decoder(nn.Module):
             return x_TD.index_add(0, at_N, rows[number]) if number < len(rows) else x_TD
 
         x_TD = with_rows(x_TD, 0)
+        if is_first and self.shape.streams > 1:
+            x_TD = x_TD.repeat(1, self.shape.streams)
         for number, layer in enumerate(self.layers.values(), 1):
             x_TD = with_rows(layer(x_TD, rope, docs), number)
         if self.head is None:

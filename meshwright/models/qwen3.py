@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..sharding import ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
+from ..sharding import ATTENTION, ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
 from .decoder import Decoder, Layer, Norm, Rope, Shape
 from .hf_config import Json, divides, labels_of, listed, refuse, take
 from .linear import ALL, Linear, joined
@@ -87,10 +87,12 @@ class Attention(nn.Module):
     of what remains. On one process all of these are the identity.
     """
 
+    mixer = ATTENTION
+
     def __init__(self, shape: Shape, heads: Heads, at: str) -> None:
         super().__init__()
         D, H, G, K = shape.width, heads.heads, heads.kv, heads.head
-        self.head, self.gated = K, heads.gated
+        self.head = K
         queries = K * (1 + heads.gated)  # files hold [q | gate] per head, not all queries and then all gates
         self.q = Linear({"heads": H, "head": queries}, {"embed": D}, shape.std, key=at + "q_proj", bias=heads.bias)
         self.k = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "k_proj", bias=heads.bias)
@@ -101,23 +103,31 @@ class Attention(nn.Module):
         self.heads, self.kv = Span("heads", H), Span("kv", G)
         # q has one head per query head; a head of k or v serves H / G query heads, and is sent once to each rank that
         # needs it.
-        self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K)
+        self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K, self.mixer)
         self.all_k, self.all_v = Join(self.swap, K, serves=H // G), Join(self.swap, K, serves=H // G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        q_THK, k_TGK, v_TGK, gate = self.project(self.enter(x_TD), rope)
+        first = self.swap.group * len(q_THK)  # the offset of the queries among the gathered keys
+        return self.output(ops.attention(q_THK, k_TGK, v_TGK, docs, first), gate)
+
+    def project(self, x_TD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return queries, keys and values of the heads and tokens on which this rank works, and gates of its own."""
         K, kv = self.head, self.kv_rows()
-        q_TC, *kv_TC = joined(self.enter(x_TD), (self.q, ALL), (self.k, kv), (self.v, kv))
+        q_TC, *kv_TC = joined(x_TD, (self.q, ALL), (self.k, kv), (self.v, kv))
         q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
         # QK-norm before RoPE: a rotation keeps norms, but the norm's weight does not commute with it.
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         q_THK, k_TGK, v_TGK = self.swap(q_THK, k_TGK, v_TGK)
-        # Gathering after the swap sends only the kv heads that this rank works on; `first` is the offset of its
-        # queries.
-        k_TGK, v_TGK, first = self.all_k(k_TGK), self.all_v(v_TGK), self.swap.group * len(q_THK)
-        o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs, first))
-        if self.gated:
+        # Gathering after the swap sends only the kv heads that this rank works on.
+        return q_THK, self.shared(self.all_k(k_TGK)), self.shared(self.all_v(v_TGK)), gate
+
+    def output(self, o_THK: Tensor, gate: list[Tensor]) -> Tensor:
+        """Return what the layer adds, from what the heads of this rank have attended to."""
+        o_THK = self.swap.back(o_THK)
+        if gate:
             o_THK = o_THK * gate[0].sigmoid()
         return self.leave(self.o(o_THK.flatten(1)))
 

@@ -35,6 +35,7 @@ class DeltaShape:
     key: int  # dim of a key head
     value: int  # dim of a value head
     kernel: int  # taps of the convolution
+    gate: str = "silu"  # the activation of the output norm's gate
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
@@ -124,15 +125,15 @@ class Gates(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each value head, times silu(gate)."""
+    """RMSNorm of each value head, times the activation of its gate."""
 
-    def __init__(self, eps: float, width: int, key: str) -> None:
+    def __init__(self, eps: float, delta: DeltaShape, key: str) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = float32_weight({"value_head": width}, key, Init("ones"))
+        self.eps, self.activation = eps, delta.gate
+        self.weight = float32_weight({"value_head": delta.value}, key, Init("ones"))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return ops.gated_rms_norm(x, gate, self.weight, self.eps)
+        return ops.gated_rms_norm(x, gate, self.weight, self.eps, self.activation)
 
 
 class DeltaNet(nn.Module):
@@ -151,7 +152,7 @@ class DeltaNet(nn.Module):
         self.delta, self.cuts = delta, cuts
         self.declare_projections(shape, at)
         self.gates = Gates(delta, at)
-        self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
+        self.norm = GatedNorm(shape.eps, delta, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
         self.keys = Span("key", G)
         self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V, DELTA)

@@ -13,6 +13,7 @@ Each has a slow and obvious reference in `tests/ops/references.py`. The suffix o
 """
 
 from .attention import attention
+from .chosen_blocks import Choice, TokenBlocks, block_attention, block_keys, blocks_of, choose_blocks
 from .deferred_weight_grads import Jobs, deferring_weight_grads
 from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
@@ -24,8 +25,9 @@ from .kernels import uncompiled
 from .loss import combine_stats, token_stats
 from .matmul import linear, linears
 from .meta_kernels import planned_for, to_host
+from .ngrams import NgramHash, ngram_rows
 from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
-from .replayed_choices import Choices
+from .replayed_choices import Choices, replayed
 from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
 from .rows import (
     Copies,
@@ -41,4 +43,5 @@ from .rows import (
     sum_copies,
     turns,
 )
+from .streams import StreamGates, grouped_rms_norm, read_streams, write_streams
 from .vision_frames import MERGED, Frames, frame_tables, frames, interpolated

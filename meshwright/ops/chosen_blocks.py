@@ -24,7 +24,7 @@ NO_BLOCK = -1
 QUERIES = part_size(__name__, "QUERIES", 1024, small=5)
 
 
-class Blocks(NamedTuple):
+class TokenBlocks(NamedTuple):
     """The whole blocks of all documents of a stream, in order.
 
     There are always `S // r`, so that no shape depends on the data; those behind the last whole one are unused.
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
     visible_S: Tensor  # how many blocks of its own document end at or before a token
 
 
-def blocks_of(positions_S: Tensor, size: int) -> Blocks:
+def blocks_of(positions_S: Tensor, size: int) -> TokenBlocks:
     """Cut documents into blocks. A block is whole at its last token, so positions alone say where blocks are."""
     num, whole_S = len(positions_S) // size, (positions_S + 1) % size == 0
     until_S = whole_S.cumsum(0)
@@ -44,17 +44,17 @@ def blocks_of(positions_S: Tensor, size: int) -> Blocks:
     tokens_S = torch.arange(len(positions_S), device=positions_S.device)
     last_B = torch.full_like(tokens_S, size - 1)[: num + 1].scatter(0, place_S, tokens_S)[:num]
     visible_S = (positions_S + 1) // size
-    return Blocks(size, last_B, until_S - visible_S, visible_S)
+    return TokenBlocks(size, last_B, until_S - visible_S, visible_S)
 
 
-def block_keys(k_Sd: Tensor, blocks: Blocks) -> Tensor:
+def block_keys(k_Sd: Tensor, blocks: TokenBlocks) -> Tensor:
     """Return the mean of the raw keys of each block, computed in at least float32 and rounded to their dtype."""
     tokens_Br = blocks.last_B[:, None] - torch.arange(blocks.size - 1, -1, -1, device=k_Sd.device)
     return k_Sd[tokens_Br.clamp(min=0)].to(at_least_float32(k_Sd)).mean(1).to(k_Sd.dtype)
 
 
 @torch.no_grad()
-def choose_blocks(q_Thd: Tensor, keys_Bd: Tensor, blocks: Blocks, first: int, num: int) -> Tensor:
+def choose_blocks(q_Thd: Tensor, keys_Bd: Tensor, blocks: TokenBlocks, first: int, num: int) -> Tensor:
     """Return the numbers of the `num` best visible blocks of each query, `[T, num]`, ascending, then NO_BLOCK.
 
     The score is the sum over heads of relu(q . key). Of equal scores, which are common because of relu, the earlier
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
     """The blocks that some queries of a stream have chosen, `[T, b]`. `first`: the place of the first query."""
 
     chosen_Tb: Tensor
-    blocks: Blocks
+    blocks: TokenBlocks
     positions_S: Tensor
     first: int = 0
 
@@ -106,7 +106,7 @@ class Choice(NamedTuple):
         num, device, size = len(self.positions_S), self.positions_S.device, self.blocks.size
         mask = torch.zeros(len(self.chosen_Tb), num + 1, dtype=torch.bool, device=device)
         last_B = F.pad(self.blocks.last_B, (0, 1))  # there may be no block at all
-        keys_Tbr = last_B[self.chosen_Tb.clamp(min=0)][..., None] - torch.arange(size, device=device)
+        keys_Tbr = last_B[self.chosen_Tb.long().clamp(min=0)][..., None] - torch.arange(size, device=device)
         mask.scatter_(1, keys_Tbr.masked_fill((self.chosen_Tb == NO_BLOCK)[..., None], num).flatten(1), True)
         stop = self.first + len(self.chosen_Tb)
         back_TS = torch.arange(self.first, stop, device=device)[:, None] - torch.arange(num, device=device)
@@ -141,7 +141,10 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_THK: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_SGK, v_SGK, chosen_Tb, positions_S, *of_blocks = ctx.saved_tensors
-        choice, wide = Choice(chosen_Tb, Blocks(ctx.size, *of_blocks), positions_S, ctx.first), at_least_float32(k_SGK)
+        choice, wide = (
+            Choice(chosen_Tb, TokenBlocks(ctx.size, *of_blocks), positions_S, ctx.first),
+            at_least_float32(k_SGK),
+        )
         dk, dv, dq = k_SGK.new_zeros(k_SGK.shape, dtype=wide), v_SGK.new_zeros(v_SGK.shape, dtype=wide), []
         for at in range(0, len(q_THK), QUERIES):
             q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK, v_SGK))

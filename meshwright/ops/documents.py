@@ -26,13 +26,15 @@ class Documents:
     `bounds`: the host's copy, 0, ..., T, strictly increasing. `cu_seqlens`: the same on the device (int32), padded at
     the end with T to a fixed length, so that its shape does not vary from batch to batch. `positions_T` (int64):
     restarts at 0 at each document. `turns_T3`: the time, height and width at which RoPE sees each token if documents
-    have images (M-RoPE, arXiv 2409.12191); None: all three are the position.
+    have images (M-RoPE, arXiv 2409.12191); None: all three are the position. `tokens_T`: the tokens, for
+    layers that read them; `Decoder.forward` adds them.
     """
 
     bounds: tuple[int, ...]
     cu_seqlens: Tensor
     positions_T: Tensor
     turns_T3: Tensor | None = None
+    tokens_T: Tensor | None = None
 
     @cached_property
     def exact_cu_seqlens(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from .norms import upcast
 
 
-class Mixer(NamedTuple):
+class StreamGates(NamedTuple):
     """The parameters of a read. `inject_nC` is None at the end of the model, where nothing is added any more."""
 
     norm_C: Tensor
@@ -34,7 +34,7 @@ def grouped_rms_norm(x_TC: Tensor, weight_C: Tensor, groups: int, eps: float) ->
     return (normed.flatten(-2) * (1 + upcast(weight_C.to(x_TC.dtype)))).to(x_TC.dtype)
 
 
-def read_streams(x_TC: Tensor, mixer: Mixer, streams: int, eps: float) -> tuple[Tensor, Tensor | None]:
+def read_streams(x_TC: Tensor, mixer: StreamGates, streams: int, eps: float) -> tuple[Tensor, Tensor | None]:
     """Return what a block sees, `[T, D]`, and how much of its output goes to each stream, `[T, n]`; None at the end.
 
     Only x is kept for backward, which computes the rest again: the norm, the gate and their product are three tensors
@@ -44,7 +44,7 @@ def read_streams(x_TC: Tensor, mixer: Mixer, streams: int, eps: float) -> tuple[
     return mixed_TD, inject_Tn
 
 
-def _read(x_TC: Tensor, mixer: Mixer, streams: int, eps: float) -> tuple[Tensor, Tensor | None]:
+def _read(x_TC: Tensor, mixer: StreamGates, streams: int, eps: float) -> tuple[Tensor, Tensor | None]:
     y_TC, dtype = grouped_rms_norm(x_TC, mixer.norm_C, streams, eps), x_TC.dtype
     low_TP = F.silu(F.linear(y_TC, mixer.down_PC.to(dtype)) / streams)
     gate_TC = F.linear(low_TP, mixer.up_CP.to(dtype)).sigmoid()
@@ -59,7 +59,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, x_TC: Tensor, streams: int, eps: float, *mixer: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x_TC, *mixer)
         ctx.streams, ctx.eps = streams, eps
-        return _read(x_TC, Mixer(*mixer), streams, eps)
+        return _read(x_TC, StreamGates(*mixer), streams, eps)
 
     @staticmethod
     @once_differentiable
@@ -70,7 +70,7 @@ class _Read(torch.autograd.Function):
         with torch.enable_grad():
             for i in wanted:
                 saved[i].requires_grad_()
-            outputs = _read(saved[0], Mixer(*saved[1:]), ctx.streams, ctx.eps)
+            outputs = _read(saved[0], StreamGates(*saved[1:]), ctx.streams, ctx.eps)
         used = [(out, each) for out, each in zip(outputs, d, strict=True) if out is not None]
         grads = torch.autograd.grad([out for out, _ in used], [saved[i] for i in wanted], [each for _, each in used])
         by_place = dict(zip(wanted, grads, strict=True))

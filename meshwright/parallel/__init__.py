@@ -38,16 +38,14 @@ from ..sharding import (
     axes_left_to_sum,
     check_context,
     check_fp8,
-    cut,
     find_doors,
     gathered_in_fp8,
     head_splits,
     hops,
-    matrix_shape,
     pieces,
-    place,
+    shape_before_fsdp,
 )
-from . import context, expert, fsdp, recompute, tensor, vision_encoder
+from . import context, expert, fsdp, lookup, recompute, tensor, vision_encoder
 from .compiled import with_compiled
 from .fp8_gather import Fp8Gather
 from .fsdp import reset_after_forward
@@ -110,10 +108,11 @@ def _place(
     context.arm(spec, model, mesh)
     expert.arm(model, mesh, token_once=memory.token_once)
     vision_encoder.arm(model, mesh)
+    lookup.arm(spec, model, mesh)
     recompute.arm(model, memory)
-    exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
+    apart = {model.get_parameter(name) for name in names if not spec.table[name].in_fsdp}
     options = fsdp.ShardOptions(compute, memory.offload, spec.sends_narrow(mesh.axes.pp))
-    fsdp.shard(model, stage.units, exact, mesh, options)
+    fsdp.shard(model, stage.units, apart, mesh, options)
     _allocate(model, mesh, memory.offload)
     _check_placed(names, spec, model, mesh, stored)
 
@@ -159,11 +158,10 @@ def _check_placed(
 def _cut(
     names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype | Coding]
 ) -> None:
-    """Replace each parameter by an empty tensor of this rank's tp and ep shard, still on the meta device."""
+    """Replace each parameter by an empty tensor of this rank's tp and ep shard, or of its rows of a table, still on the
+    meta device."""
     for name in names:
-        param = spec.table[name]
-        box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-        shape, dtype = in_memory(matrix_shape(param, box.shape), stored[name])
+        shape, dtype = in_memory(shape_before_fsdp(spec.table[name], spec.rules, mesh.axes, mesh.coords), stored[name])
         _replace_parameter(model, name, torch.empty(shape, device="meta", dtype=dtype))
 
 

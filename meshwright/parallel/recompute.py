@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
 from ..recipe import MemoryOptions
-from ..sharding import Dispatch, Door, Join, Swap, find_doors
+from ..sharding import Dispatch, Door, Halo, Join, Swap, find_doors
 from .compiled import CompiledLayer
 from .replay import Context, recompute_saved_tensors
 from .selective_recompute import SavedResults
@@ -103,6 +103,8 @@ def _mark(layer: nn.Module, *, full: bool) -> None:
         swap.again = full
     for _, join in find_doors(layer, Join):
         join.again = full
+    for _, halo in find_doors(layer, Halo):
+        halo.again = full
 
 
 def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -> Tensor:

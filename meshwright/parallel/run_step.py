@@ -115,7 +115,7 @@ class _Passes:
         self.parts: dict[int, Decoder] = {stage.number: stage.module for stage in model.stages}
         shape = next(iter(self.parts.values())).shape
         lo, hi = model.mesh.token_range(len(batches[0]))
-        self.transfers = StageTransfers(model.mesh, (hi - lo, shape.width), model.dtype)
+        self.transfers = StageTransfers(model.mesh, (hi - lo, shape.stream_width), model.dtype)
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._jobs: dict[tuple[int, int], ops.Jobs] = {}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
-from ..sharding import ENTER, LEAVE, MEET, Door, find_doors
+from ..sharding import ENTER, LEAVE, MEET, OWN, Door, find_doors
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -30,12 +30,12 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     group = mesh.name_of(("tp",))
     for name, door in find_doors(model, Door):
         if door.kind.axis == "tp":
-            door.armed = _collective(door, size, group, name)
+            door.armed = _collective(door, size, group, name, mesh.coords["tp"])
 
 
-def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:
+def _collective(door: Door, size: int, group: str, name: str, part: int) -> Callable[[Tensor], Tensor]:
     """Return the function of a door. Shapes: enter `[T/tp, D] -> [T, D]`, leave `[T, D] -> [T/tp, D]`, meet `[T, V/tp]
-    -> [T/tp, V]` as tp slices."""
+    -> [T/tp, V]` as tp slices, own `[T] -> [T/tp]`."""
 
     def at() -> str:
         # The name would be a constant of a compiled graph: one graph a layer instead of one for all.
@@ -51,4 +51,7 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
         even = [x.shape[0] // size] * size
         return AllToAll.apply(x, even, even, group, at())
 
-    return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]
+    def own(x: Tensor) -> Tensor:
+        return x.chunk(size)[part]
+
+    return {ENTER: enter, LEAVE: leave, MEET: meet, OWN: own}[door.kind]

@@ -110,7 +110,7 @@ def _transfers(model: OneOfEachLayer, axes: Axes, work: Work) -> list[Charge]:
     """Return the activations that a rank sends to the next stage, and the gradients that it sends back."""
     if axes.pp == 1:
         return []
-    num_bytes = work.tokens // (axes.cp * axes.tp) * model.whole.module.shape.width * work.compute_bytes
+    num_bytes = work.tokens // (axes.cp * axes.tp) * model.whole.module.shape.stream_width * work.compute_bytes
     return [Charge(transfer_name("there", 1), "send", ("pp",), num_bytes, 2 * work.num_batches)]
 
 

@@ -10,16 +10,21 @@ from .bill import Charge, Pictures, Work, bill, gathered_bytes, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .context_split import check_context, head_splits, ways
 from .doors import (
+    ATTENTION,
     DELTA,
     ENTER,
     LEAVE,
     MEET,
+    OWN,
     SHARE,
+    SPARSE,
     Dispatch,
     Door,
     DoorKind,
+    Halo,
     HeadSplit,
     Join,
+    Lookup,
     PendingRows,
     ScatterVision,
     Span,
@@ -27,11 +32,15 @@ from .doors import (
     Swap,
     find_doors,
     is_run,
+    look_up,
 )
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
 from .fp8_blocks import SCALES, SEPARATE, check_fp8, gathered_in_fp8, quantised_once
 from .fsdp_units import TOWER, Unit, units_of
 from .params import (
+    ALWAYS,
+    IF_NAMED,
+    NEVER,
     Block,
     Declared,
     Init,
@@ -63,6 +72,7 @@ from .rules import (
     pieces,
     place,
     rows_to_write,
+    shape_before_fsdp,
     summed_by_fsdp,
     tp_sizes,
 )

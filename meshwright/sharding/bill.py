@@ -13,11 +13,11 @@ from math import prod
 
 from torch import nn
 
-from ..axes import DATA_RANK, Axes, Sum
+from ..axes import DATA_RANK, TOKENS, Axes, Sum
 from ..ops.codings import Coding
 from .backward_reach import begins_in, part_of, passed
 from .context_split import head_splits
-from .doors import Dispatch, Door, Join, ScatterVision, Swap, find_doors
+from .doors import Dispatch, Door, Halo, Join, Lookup, ScatterVision, Swap, find_doors
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
@@ -84,6 +84,8 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
         charges += _experts(stage.module, spec, axes, work, passes)
         charges += _swaps(stage.module, spec, axes, coords, work, passes)
         charges += _inserts(stage.module, axes, rank, work, passes)
+        charges += _halos(stage.module, axes, work, passes)
+        charges += _lookups(stage.module, axes, work)
         for unit in stage.units:
             charges += _unit(unit, spec, axes, coords, work, passes)
     charges += [*_scales(stages, spec, axes, coords, work), *_transfers(spec, axes, coords, work)]
@@ -139,7 +141,7 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
     line = spec.line(axes.pp)
     if line.num_stages == 1:
         return
-    num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.width * work.compute_bytes
+    num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.stream_width * work.compute_bytes
     first = trained_from(spec.table, line, [*(spec.table.params.keys() - work.frozen)])
     steps = program_of(line, spec.recipe.pipeline.schedule, work.num_batches, first)[coords["pp"]]
     for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
@@ -159,7 +161,7 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
     """
     for name, door in find_doors(model, Door):
         if not door.kind.forward:
-            continue  # SHARE only slices
+            continue  # SHARE and OWN only slice
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
         forwards = work.num_batches + passes.again(name, door.again)
@@ -228,7 +230,7 @@ def _swaps(
         elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
         num_bytes, forwards = axes.cp // deal.parts * elements * item, work.num_batches + passes.again(name, join.again)
         yield Charge(name, "all_gather", (outer,), num_bytes, forwards)
-        yield Charge(name, "reduce_scatter", (outer,), num_bytes, passes.back(name))
+        yield Charge(name, "reduce_scatter", (outer,), num_bytes, passes.back(name) * join.has_gradient)
 
 
 def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
@@ -240,6 +242,30 @@ def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passe
                 exchange = route(frames, work.tokens, num_ranks, index, door.cost)
                 for rows in (exchange.got, exchange.sent) if passes.back(name) else (exchange.got,):
                     yield Charge(name, "all_to_all", DATA_RANK, sum(rows) * door.width * work.compute_bytes, 1)
+
+
+def _halos(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
+    """Charge for halos: the last rows of each rank's own tokens go to all ranks of its data rank."""
+    num_ranks = prod(axes.sizes(DATA_RANK))
+    for name, halo in find_doors(model, Halo):
+        rows = num_ranks * min(halo.rows, work.tokens // num_ranks)
+        num_bytes = rows * halo.width * work.compute_bytes
+        yield Charge(name, "all_gather", DATA_RANK, num_bytes, work.num_batches + passes.again(name, halo.again))
+        yield Charge(name, "reduce_scatter", DATA_RANK, num_bytes, passes.back(name))
+
+
+def _lookups(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
+    """Charge for lookups in tables that are cut by rows: counts, row numbers, rows, and their gradients.
+
+    Bytes do not depend on the data in sum over the ranks: each asks for as many rows as its tokens need.
+    """
+    num_ranks, tokens = prod(axes.sizes(TOKENS)), work.tokens // prod(axes.sizes(DATA_RANK))
+    for name, door in find_doors(model, Lookup):
+        asked = tokens * door.rows
+        yield Charge(f"{name}, counts", "all_to_all", TOKENS, num_ranks * 8, work.num_batches)
+        yield Charge(f"{name}, row numbers", "all_to_all", TOKENS, asked * 8, work.num_batches)
+        back = work.num_batches * (door.parameter(name) not in work.frozen)
+        yield Charge(name, "all_to_all", TOKENS, asked * door.width * work.compute_bytes, work.num_batches + back)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], without: Collection[str] = ()) -> int:
@@ -255,7 +281,7 @@ def _padded_shapes(
     parts = prod(axes.sizes(unit.shard))
     for name in unit.params:
         param = spec.table[name]
-        if not param.float32:
+        if param.in_fsdp:
             rows, *cols = matrix_shape(param, cut(param, place(param, spec.rules, axes), axes, coords).shape)
             yield name, -(-rows // parts), prod(cols)
 
@@ -320,7 +346,7 @@ def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterato
     """
     units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
     reduced_by_fsdp = {
-        name: (*unit.shard, "replicate") for unit in units for name in unit.params if not spec.table[name].float32
+        name: (*unit.shard, "replicate") for unit in units for name in unit.params if spec.table[name].in_fsdp
     }
     sizes: dict[tuple[str, ...], int] = {}
     for param in spec.params(axes, rank):

@@ -13,27 +13,27 @@ from math import gcd
 from ..axes import Axes
 from ..errors import LayoutError
 from ..recipe import ContextParallel
-from .doors import ATTENTION, DELTA, HeadSplit, Swap, find_doors
+from .doors import ATTENTION, DELTA, SPARSE, HeadSplit, Swap, find_doors
 from .rules import ShardingSpec
 
-BEYOND = {ATTENTION: "gather", DELTA: "state"}  # between groups: gather keys and values, or pass a state
+BEYOND = {ATTENTION: "gather", DELTA: "state", SPARSE: "gather"}  # between groups: gather keys and values, or a state
 
 
 def requested_parts(context: ContextParallel, mixer: str) -> int | None:
     """Return how many neighbours the user asks to swap tokens for heads; None if the option is not set."""
-    return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
+    return {ATTENTION: context.attention, DELTA: context.delta, SPARSE: None}[mixer]
 
 
 def num_swapping(context: ContextParallel, mixer: str, heads: int, cp: int) -> int:
     """Return how many neighbours swap tokens for heads in a mixer that has `heads` heads on a tp rank.
 
     Attention swaps between as many ranks as its heads allow, because that costs less than gathering keys and values.
-    The delta net swaps over all of cp or not at all.
+    The delta net swaps over all of cp or not at all. Sparse attention never swaps.
     """
     common, requested = gcd(heads, cp), requested_parts(context, mixer)
     if requested is not None:
         return requested
-    return common if mixer == ATTENTION or common == cp else 1
+    return common if mixer == ATTENTION or (mixer == DELTA and common == cp) else 1
 
 
 def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, HeadSplit]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ..ops import Rows
+from ..ops import Rows, lookup
 from .vision_balance import Cost
 
 
@@ -35,6 +36,8 @@ LEAVE = DoorKind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums 
 MEET = DoorKind("meet", "tp", "all_to_all", "all_to_all")
 # the whole stream of a data rank, which each of its ranks has -> the tokens of this cp rank: nothing is sent
 SHARE = DoorKind("share", "cp", "", "")
+# all tokens of the tp group, which each of its ranks has -> own tokens: nothing is sent
+OWN = DoorKind("own", "tp", "", "")
 
 
 class Door:
@@ -114,6 +117,7 @@ class Span:
 
 
 ATTENTION, DELTA = "attention", "delta"  # mixers, by their names in `mw.ContextParallel`
+SPARSE = "sparse"  # attention to chosen keys: only keys and values travel, since queries and choices are wider
 
 
 @dataclass(frozen=True)
@@ -189,13 +193,15 @@ class Join:
     A part is the tokens of a group of swapping neighbours. Each rank gathers from those that work on the same heads in
     other groups. `width`: elements of a head in a row; the head serves `serves` of the swap's heads. `rows`: how many
     rows of a part pass, all its tokens by default. `floats`: as for a door. One all-gather when armed, one
-    reduce-scatter in backward; the all-gather once more with `again`.
+    reduce-scatter in backward if what passes has a gradient; the all-gather once more with `again`.
     """
 
     def __init__(
-        self, swap: Swap, width: int, *, serves: int = 1, rows: int | None = None, floats: bool = False
-    ) -> None:
+        self, swap: Swap, width: int, *, serves: int = 1, rows: int | None = None, floats: bool = False,
+        has_gradient: bool = True,
+    ) -> None:  # fmt: skip
         self.swap, self.width, self.serves, self.rows, self.floats = swap, width, serves, rows, floats
+        self.has_gradient = has_gradient
         self.again = False
         self.armed: Callable[[Tensor], Tensor] | None = None
 
@@ -216,12 +222,55 @@ class Join:
         return rows * len(deal.serving(self.serves)[0]) * self.width
 
 
+class Halo:
+    """The door of a causal convolution on own tokens: the last rows of this rank -> those of all ranks of a data rank.
+
+    Own tokens are a part of the stream under cp and under tp, and a short part needs rows of several before it. When
+    armed: one all-gather, one reduce-scatter in backward, and the all-gather once more with `again`. It is an
+    `ops.Parts`.
+    """
+
+    def __init__(self, width: int, rows: int) -> None:
+        self.width, self.rows = width, rows
+        self.parts, self.part = 1, 0
+        self.again = False
+        self.armed: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        return x_NC if self.armed is None else self.armed(x_NC)
+
+
+class Lookup:
+    """The door to a table whose rows are spread over all ranks of a stage: row numbers -> rows.
+
+    `rows`: how many rows each own token looks up, each `width` wide. `table`: the attribute of the same module that
+    holds the parameter. When armed: three all-to-alls, for counts, row numbers and rows, and one in backward where the
+    table is trained. Whoever passes it keeps the rows for backward, so it is never passed again.
+    """
+
+    def __init__(self, rows: int, width: int, table: str = "table") -> None:
+        self.rows, self.width, self.table = rows, width, table
+        self.armed: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None
+
+    def __call__(self, table_RW: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:
+        return (self.armed or look_up)(table_RW, row_N, dtype)
+
+    def parameter(self, name: str) -> str:
+        """Return the name of the table's parameter, given that of this door."""
+        return f"{name.rpartition('.')[0]}.{self.table}"
+
+
+def look_up(table_RW: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Look rows up and cast them."""
+    return lookup(table_RW, row_N).to(dtype)
+
+
 def is_run(numbers: Sequence[int]) -> bool:
     """Tell whether the numbers are consecutive."""
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-Kept = TypeVar("Kept", Door, Dispatch, ScatterVision, Span, Swap, Join)
+Kept = TypeVar("Kept", Door, Dispatch, ScatterVision, Span, Swap, Join, Halo, Lookup)
 
 
 def find_doors(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:

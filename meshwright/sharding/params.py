@@ -72,6 +72,11 @@ class Init:
     scale: float = 0.0
 
 
+# Whether a parameter is trained: where a pattern of `train` matches it; only where one other than "**" does, because
+# its state is as large as that of the rest; or never, because nothing of it has a gradient.
+ALWAYS, IF_NAMED, NEVER = "always", "if named", "never"
+
+
 @dataclass(frozen=True)
 class Param:
     """A declared parameter; `weight` makes it, and the model's structure fills in name, layer and ends."""
@@ -86,6 +91,8 @@ class Param:
     optional: bool = False  # a source may lack it: it is then new
     low: bool = False  # files may hold it quantised, with a scale for each block
     adapter: bool = False  # a factor of an adapter (LoRA): new, and in files of its own
+    by_rows: bool = False  # a table whose rows are spread over all ranks of a stage, and looked up by all-to-alls
+    trains: str = ALWAYS
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
     first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
@@ -102,6 +109,11 @@ class Param:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def in_fsdp(self) -> bool:
+        """Tell whether FSDP gathers it: never what it would round, nor tables of which a token needs a few rows."""
+        return not (self.float32 or self.by_rows)
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -133,6 +145,7 @@ def weight(
     rows: Mapping[str, int], cols: Mapping[str, int] | None = None, *, key: str | None = None,
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
     init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False, adapter: bool = False,
+    by_rows: bool = False, trains: str = ALWAYS,
 ) -> Declared:  # fmt: skip
     """Declare a parameter.
 
@@ -145,7 +158,20 @@ def weight(
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
     return Declared(
-        Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional, low, adapter)
+        Param(
+            dict(rows),
+            dict(cols or {}),
+            tuple(layouts),
+            group,
+            float32,
+            decay,
+            init,
+            optional,
+            low,
+            adapter,
+            by_rows,
+            trains,
+        )
     )
 
 

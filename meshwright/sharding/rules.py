@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes import DENSE, ENDS, EXPERT, Axes
+from ..axes import DENSE, ENDS, EXPERT, TOKENS, Axes
 from ..errors import LayoutError
 from ..recipe import Recipe
 from .boxes import Box, check_tiling, chunk, interval
@@ -192,8 +192,11 @@ class Placement:
 def place(param: Param, rules: Rules, axes: Axes) -> Placement:
     """Place a parameter: experts on the expert view of the ranks, all else on the dense one.
 
-    float32 parameters (decay rates, gates) are few and small; they stay out of FSDP, which would cast them.
+    float32 parameters (decay rates, gates) are few and small; they stay out of FSDP, which would cast them. The rows of
+    a table are spread over all ranks of a stage: each has one holder, and so a complete gradient.
     """
+    if param.by_rows:
+        return Placement({}, TOKENS, ())
     split = rules.split(param.dims, axes, param.name)
     expert = any(rules.axis.get(dim) == "ep" for dim in param.dims)
     mesh_view = EXPERT if expert else DENSE
@@ -211,7 +214,7 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
 
 def summed_by_fsdp(param: Param, placement: Placement) -> tuple[str, ...]:
     """Return the axes over which FSDP sums a gradient: none for a parameter that is kept out of it."""
-    return () if param.float32 else ("replicate", *placement.shard)
+    return ("replicate", *placement.shard) if param.in_fsdp else ()
 
 
 def axes_left_to_sum(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
@@ -292,6 +295,12 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
     rows = matrix_shape(param, box.shape)[0]
     lo, hi = chunk(rows, prod(axes.sizes(placement.shard)), _index(placement.shard, axes, coords))
     return Piece(param, box, lo, hi)
+
+
+def shape_before_fsdp(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of what FSDP is given of a parameter to shard, or leaves as it is."""
+    own = piece(param, rules, axes, coords)
+    return matrix_shape(param, own.box.shape) if param.in_fsdp else own.shape
 
 
 def rows_to_write(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:

@@ -60,11 +60,12 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
 def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
     """Return the cost of each layer, and of the head: the weight elements that a token is multiplied with.
 
-    Of experts only the k chosen ones count. Attention scores are left out: they depend on the lengths of documents.
+    Of experts only the k chosen ones count, and tables in which rows are looked up do not. Attention scores are left
+    out: they depend on the lengths of documents.
     """
     costs, last = [0.0] * table.num_layers, 0.0
     top_k = {door.num_experts: door.top_k for _, door in find_doors(module, Dispatch)}
-    for param in table:
+    for param in (param for param in table if not param.by_rows):
         experts = param.dims.get("expert", 0)
         active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)
         if param.layer is not None:

@@ -67,7 +67,7 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
     coords, widths = axes.coords(rank), held.widths
     num_bytes: Counter[tuple[str, bool]] = Counter()
     for param in spec.params(axes, rank):
-        own_piece, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
+        own_piece, host = piece(param, spec.rules, axes, coords), held.offload and param.in_fsdp
         num = own_piece.numel
         num_bytes["parameters", host] += _stored_bytes(own_piece, held)
         if param.name in held.trained:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.ops import causal_conv, documents, gated_rms_norm
 from meshwright.ops.ngrams import NgramHash, ngram_rows
-from meshwright.ops.streams import Mixer, grouped_rms_norm, read_streams, write_streams
+from meshwright.ops.streams import StreamGates, grouped_rms_norm, read_streams, write_streams
 from tests.ops.references import compare, in_parts, quick, ragged, rand, smoke
 
 STREAMS, WIDTH, RANK = 3, 4, 5
@@ -43,7 +43,7 @@ def slow_read(x, norm, down, up, inject=None):
 
 
 def joined_read(x, norm, down, up, inject=None):
-    seen, gates = read_streams(x, Mixer(norm, down, up, inject), STREAMS, 1e-6)
+    seen, gates = read_streams(x, StreamGates(norm, down, up, inject), STREAMS, 1e-6)
     return seen if gates is None else torch.cat([seen, gates], -1)
 
 
