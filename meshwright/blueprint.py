@@ -122,6 +122,8 @@ class Blueprint:
         unit in the last place. What is frozen keeps the dtype of its files, since widening would take memory and change
         no number.
 
+        A parameter that takes part in no training, unless it is named, keeps the dtype of its files even when drawn.
+
         The vocabulary of the head is an exception while anything is trained: a large one that is cast for a matmul is
         cast in slices (ops/loss.py), which would sum the gradients that pass through it in another order.
         """
@@ -130,6 +132,8 @@ class Blueprint:
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
 
         def stored(param: Param) -> torch.dtype:
+            if param.trains != ALWAYS and param.name not in trained:
+                return keymap.file_dtype(param)
             if not is_base or param.name in stays_wide or param.float32:
                 return wide
             # A code times its scale needs float32.

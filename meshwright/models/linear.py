@@ -43,11 +43,12 @@ class Linear(Quantisable):
 
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
-        key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
+        key: str = "", bias: bool = False, layouts: Sequence[Layout] = (), steep: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         at = None if layouts else key + ".weight"
-        self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std), low=self.low)
+        init = Init("normal", std)
+        self.weight = weight(rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=steep)
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
         self.lora: Adapter | None = None
 

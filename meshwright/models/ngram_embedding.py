@@ -49,11 +49,14 @@ class NgramEmbedding(nn.Module):
         key, parts = at + "ple_embedding.", take(config, "split_ngram_parts", int, 512)
         rows, layout = {"gram": self.hash.num_rows}, _in_parts(key, self.hash.num_rows, width, parts)
         init = Init("normal", shape.std)
-        self.table = weight(rows, {"code": width}, layouts=[layout], init=init, by_rows=True, trains=IF_NAMED)
-        self.key = Linear(wide, {"grams": E}, shape.std, key=at + "key_proj")
+        self.table = weight(
+            rows, {"code": width}, layouts=[layout], init=init, by_rows=True, trains=IF_NAMED, steep=True
+        )
+        # Rounding decides the gradients of what the gate's root sees: it is as steep as 500 near 0.
+        self.key = Linear(wide, {"grams": E}, shape.std, key=at + "key_proj", steep=True)
         self.value = Linear({"embed": shape.width}, {"grams": E}, shape.std, key=at + "value_proj")
         self.norm_key, self.norm_query, self.norm_conv = (
-            weight(wide, key=f"{at}norm_{name}.weight", decay=False, init=Init("zeros"))
+            weight(wide, key=f"{at}norm_{name}.weight", decay=False, init=Init("zeros"), steep=name != "conv")
             for name in ("key", "query", "conv")
         )
         taps = take(config, "ple_conv_kernel_size", int, 4)
@@ -81,7 +84,7 @@ class NgramEmbedding(nn.Module):
         gate_Tn = (g_Tn.abs().clamp_min(1e-6).sqrt() * g_Tn.sign()).sigmoid().to(x_TC.dtype)
         a_TC = (gate_Tn[:, :, None] * self.value(e_TE)[:, None]).flatten(1)
         normed_TC = ops.grouped_rms_norm(a_TC, self.norm_conv, n, eps)
-        return x_TC + a_TC + ops.causal_conv(normed_TC, self.conv, docs, self.halo, self.hash.size)
+        return a_TC + ops.causal_conv(normed_TC, self.conv, docs, self.halo, self.hash.size)
 
 
 def _in_parts(key: str, rows: int, width: int, parts: int) -> Layout:

@@ -41,9 +41,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
         return StreamLayer(shape, rank, grams, mixer, make_mlp, at)
 
     layers = [partial(layer, index, mixer) for index, mixer in enumerate(mixers)]
-    return Decoder(
-        shape, at, layers, head, balance, lambda at: StreamMixer(shape, rank, at + "hyper_connection_mixer.", last=True)
-    )
+    return Decoder(shape, at, layers, head, balance, lambda at: LastMixer(shape, rank, at + "hyper_connection_mixer."))
 
 
 def _backbone(config: Json) -> tuple[Shape, list[Mixer]]:
@@ -104,14 +102,20 @@ class StreamMixer(nn.Module):
         rows = {"injected": shape.streams}  # at the end of the model nothing is added any more
         self.inject = None if last else weight(rows, wide, key=at + "block_inject_weight.weight", init=init)
 
-    def forward(self, x_TC: Tensor) -> Tensor:
-        """Return what the head sees."""
-        return self.read(x_TC)[0]
-
-    def read(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what a block sees, and how much of its output goes to each stream."""
         mixer = ops.StreamGates(self.norm, self.down, self.up, self.inject)
         return ops.read_streams(x_TC, mixer, self.streams, self.eps)
+
+
+class LastMixer(StreamMixer):
+    """Reads what the head sees; nothing is added to the streams any more."""
+
+    def __init__(self, shape: Shape, rank: int, at: str) -> None:
+        super().__init__(shape, rank, at, last=True)
+
+    def forward(self, x_TC: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x_TC)[0]
 
 
 class StreamLayer(Layer):
@@ -138,10 +142,10 @@ class StreamLayer(Layer):
         """Run the layer itself, without checkpointing or compilation."""
         if self.grams is not None:
             assert e_TE is not None, "the layer looks them up"
-            x_TC = self.grams(x_TC, e_TE, docs)
-        u_TD, inject_Tn = self.read.read(x_TC)
+            x_TC = x_TC + self.grams(x_TC, e_TE, docs)
+        u_TD, inject_Tn = self.read(x_TC)
         x_TC = _write(x_TC, self.mixer(u_TD, rope, docs), inject_Tn)
-        u_TD, inject_Tn = self.mlp_read.read(x_TC)
+        u_TD, inject_Tn = self.mlp_read(x_TC)
         return _write(x_TC, self.mlp(u_TD), inject_Tn)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .norms import at_least_float32
+from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
 NO_BLOCK = -1
@@ -62,11 +62,12 @@ def choose_blocks(q_Thd: Tensor, keys_Bd: Tensor, blocks: TokenBlocks, first: in
     the queries in the stream.
     """
     number_B, out = torch.arange(len(keys_Bd), device=keys_Bd.device), []
+    keys_Bd = upcast(keys_Bd)  # scores in bfloat16 would tie far more often
     for at in range(0, len(q_Thd), QUERIES):
         q, own = q_Thd[at : at + QUERIES], slice(first + at, first + min(at + QUERIES, len(q_Thd)))
         start_T1, count_T1 = blocks.before_S[own, None], blocks.visible_S[own, None]
         is_visible_TB = (number_B >= start_T1) & (number_B < start_T1 + count_T1)
-        score_TB = torch.einsum("thd,bd->thb", q, keys_Bd).relu().sum(1)
+        score_TB = torch.einsum("thd,bd->thb", upcast(q), keys_Bd).relu().sum(1)
         best = _order(score_TB).masked_fill(~is_visible_TB, -1).topk(min(num, len(keys_Bd)), dim=-1)
         chosen = best.indices.masked_fill(best.values < 0, len(keys_Bd)).sort(-1).values
         out.append(

@@ -339,13 +339,14 @@ def flops_of(blueprint: Blueprint, trained: Set[str]) -> Flops:
 def _is_matrix(param: Param, vocabulary: str) -> bool:
     """Return whether tokens are multiplied with a parameter.
 
-    An embedding is looked up, unless it is the tied head too, and a depthwise convolution mixes no channels. A vision
-    tower is not counted: its work depends on patches, not on tokens.
+    Rows of a table are looked up, and so is an embedding, unless it is the tied head too. A depthwise convolution mixes
+    no channels. A vision tower is not counted: its work depends on patches, not on tokens.
     """
     return (
         bool(param.cols)
         and not param.name.startswith(TOWER)
         and "tap" not in param.cols
+        and not param.by_rows
         and (param.name != "embed.weight" or vocabulary == param.name)
     )
 

@@ -93,6 +93,7 @@ class Param:
     adapter: bool = False  # a factor of an adapter (LoRA): new, and in files of its own
     by_rows: bool = False  # a table whose rows are spread over all ranks of a stage, and looked up by all-to-alls
     trains: str = ALWAYS
+    steep: bool = False  # its gradient comes through a function so steep that rounding moves it far
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
     first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
@@ -145,7 +146,7 @@ def weight(
     rows: Mapping[str, int], cols: Mapping[str, int] | None = None, *, key: str | None = None,
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
     init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False, adapter: bool = False,
-    by_rows: bool = False, trains: str = ALWAYS,
+    by_rows: bool = False, trains: str = ALWAYS, steep: bool = False,
 ) -> Declared:  # fmt: skip
     """Declare a parameter.
 
@@ -171,6 +172,7 @@ def weight(
             adapter,
             by_rows,
             trains,
+            steep,
         )
     )
 

@@ -310,7 +310,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
     recipe = replace(
         plan.runs.recipe, dtype=DTYPES[dtype], memory=memory_of(plan, dtype), lora=drawn(plan.runs.recipe.lora),
-        train="**" if small else trainable(plan.blueprint),
+        train=("**" if plan.runs.recipe.lora else "*") if small else trainable(plan.blueprint),
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, recipe, steps=_STEPS[dtype], router_aux="previous" if pp > 1 else "pooled",

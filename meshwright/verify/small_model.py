@@ -19,6 +19,12 @@ _WIDTHS = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
+# Sizes that no axis cuts and that need not be whole blocks: mixers of residual streams, indexers, n-gram tables.
+_OTHERS = {
+    "hc_lowrank": 12, "indexer_head_dim": 12, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 36,
+    "split_ngram_parts": 12,
+}  # fmt: skip
+_END = 7  # the token that ends a text, in the small vocabulary
 
 
 def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
     if "mrope_section" not in rope and "linear_key_head_dim" not in text:
         return text
     partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor")
-    share = partial or (0.25 if "linear_key_head_dim" in text else 1.0)
+    share = partial or (0.25 if "linear_key_head_dim" in text and "hc_count" not in text else 1.0)
     text["head_dim"] = max(24, text["head_dim"]) if share == 0.25 else text["head_dim"]
     num = int(text["head_dim"] * share) // 2
     sections = [num - 2 * (num // 3), num // 3, num // 3]
@@ -94,7 +100,7 @@ def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
 def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) -> dict[str, Any]:
     """Return a small config of a text model. `extra`: the least number of layers beyond one per stage."""
     out = dict(text)
-    out.update({name: width for name, width in _WIDTHS.items() if name in out})
+    out.update({name: size for name, size in {**_WIDTHS, **_OTHERS}.items() if name in out})
     out["vocab_size"] = _uneven(131, tp)
     if "intermediate_size" in out:
         out["intermediate_size"] = (43 // tp | 1) * tp  # odd on each rank
@@ -109,6 +115,18 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) ->
         out["layer_types"] = list(text["layer_types"])[:depth]
     if text.get("mlp_only_layers"):
         out["mlp_only_layers"] = [i for i in text["mlp_only_layers"] if i < depth]
+    return {**out, **_index_and_grams(text, depth)}
+
+
+def _index_and_grams(text: Json, depth: int) -> dict[str, Any]:
+    """Return a budget of three blocks, fewer than documents have, and narrow n-grams of a token that data contain."""
+    out: dict[str, Any] = {}
+    if "indexer_budget" in text:
+        out["indexer_budget"] = 3 * text["indexer_compress_ratio"]
+    if text.get("ple_layer_ids"):
+        out["ple_layer_ids"] = [number for number in text["ple_layer_ids"] if number <= depth]
+        out["ple_embed_dim"] = 3 * (text.get("ngram_size", 3) - 1) * text.get("heads_per_ngram", 8)
+        out["eos_token_id"] = _END
     return out
 
 
@@ -124,7 +142,8 @@ def _depth(text: Json, least: int) -> int:
     """Return a depth that holds every kind of layer of the model, and at least `least`, so that a pipeline has a stage
     of more than one layer."""
     kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
-    return min(len(kinds), max(least, *(kinds.index(kind) + 1 for kind in set(kinds))))
+    first_table = min(text.get("ple_layer_ids") or [0])  # counted from 1
+    return min(len(kinds), max(least, first_table, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def _kind(text: Json, layer: int) -> tuple[object, bool]:

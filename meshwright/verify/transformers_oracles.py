@@ -92,7 +92,9 @@ def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes:
     guess = "see the router's aux loss" if loss else "" if forward else "logits agree: labels, weights or what divides"
     loss += _number("loss", "loss", (peer.loss, wide.loss, narrow.loss), notes, guess)
     yield from loss
-    for name in sorted(peer.grads.keys() ^ wide.grads.keys()):
+    # What has no gradient is never trained; transformers must agree that it has none.
+    untrained = {name for name in peer.grads.keys() - wide.grads.keys() if not peer.grads[name].any()}
+    for name in sorted((peer.grads.keys() ^ wide.grads.keys()) - untrained):
         yield Finding("M1", name, f"{'transformers' if name in peer.grads else 'only meshwright'} has this parameter")
     yield from _gradients(peer, wide, narrow, notes, not (forward or loss))
 

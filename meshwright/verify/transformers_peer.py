@@ -11,9 +11,10 @@ pictures, so is the vision tower.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..models import text_config
 from ..ops import loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..recipe import Lora
-from ..weights import read_config
+from ..weights import open_source, read_config
 from .adapters import PREFIX
 from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
 from .rounding import Cost, Parts, Pass, cost_of, followed
@@ -38,11 +39,12 @@ from .small_data import Picture, Pictures, labels_of
 # Our names of transformers' parts, of its lists of parts, and of the parts of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
 _FEW_TOKENS = 1  # of about 130: the head's gradient is then a sum over as many chunks
-_PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm", "visual.merger": "tower.merger"}
+_PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm", "visual.merger": "tower.merger",
+          "hyper_connection_mixer": "head.norm"}  # fmt: skip
 _LISTS = {"visual.blocks": "tower.blocks", "visual.deepstack_merger_list": "tower.deep"}
 _OF_LAYER = {
     "input_layernorm": "norm", "self_attn": "mixer", "linear_attn": "mixer", "post_attention_layernorm": "mlp_norm",
-    "mlp": "mlp",
+    "mlp": "mlp", "attn_hyper_connection": "read", "mlp_hyper_connection": "mlp_read", "ple": "grams",
 }  # fmt: skip
 
 
@@ -81,8 +83,8 @@ def run_meshwright(
     source: Path, batches: Sequence[Documents], dtype: torch.dtype, adapter: Path | None = None
 ) -> StepOutputs:
     """Run a forward that records every part, then a step, with our model. `adapter`: a PEFT directory to load too."""
-    lora = None if adapter is None else Lora(path=str(adapter))
-    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_has_tower(source), lora=lora)
+    lora, train = (None, "*") if adapter is None else (Lora(path=str(adapter)), "**")  # "*": tables of n-grams too
+    model = load(source, Mesh(device="cpu"), dtype=dtype, tower=_has_tower(source), lora=lora, train=train)
     length = max(sum(len(d.tokens) for d in documents) for documents in batches)
     packed, scores, parts, routed = [_packed(model, documents, length) for documents in batches], [], [], []
     for batch in packed:
@@ -193,7 +195,8 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
     if adapter is not None:
         _with_adapter(model, adapter)  # in place: the model itself then has peft's layers
     routed = {"output_router_logits": True} if with_experts else {}
-    outs = [[_forward(model, d, prints, **routed) for d in documents] for documents in batches]
+    with _first_of_equals():
+        outs = [[_forward(model, d, prints, **routed) for d in documents] for documents in batches]
     labels = [[_labels(model, d) for d in documents] for documents in batches]
     terms = [_terms(out.logits[0], labels_T) for of, each in zip(outs, labels, strict=True)
              for out, labels_T in zip(of, each, strict=True)]  # fmt: skip
@@ -207,6 +210,7 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
     # A parameter that no token reaches has no gradient in torch, and zeros in ours.
     trained = ((k, p) for k, p in model.named_parameters() if p.requires_grad)
     grads = {_key_of(k): torch.zeros_like(p) if p.grad is None else p.grad for k, p in trained}
+    grads = dict(_in_parts(grads, open_source(source).entries))
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
@@ -217,7 +221,7 @@ def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
     """Return what bfloat16 costs each part of our model. Both runs have weights rounded to bfloat16, as matmuls take
     them, so that only the arithmetic differs."""
     narrow, wide = (
-        load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source))
+        load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source), train="*")
         for dtype in (torch.bfloat16, torch.float64)
     )
     stored = narrow.stored()
@@ -325,6 +329,14 @@ def _key_of(name: str) -> str:
     return PREFIX + name.replace(".default.", ".") if ".lora_" in name else name
 
 
+def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield gradients by key of the files: transformers joins a table that they hold in parts of its rows."""
+    for key, grad in grads.items():
+        stem = key.removesuffix("weight")
+        parts = list(takewhile(keys.__contains__, (f"{stem}shard_{i}.weight" for i in count())))
+        yield from zip(parts, grad.chunk(len(parts)), strict=True) if parts else [(key, grad)]
+
+
 def _model(source: Path, with_experts: bool) -> Any:
     """Load transformers' model in float32 with its plainest kernels: faster ones for experts want rows of 16 bytes."""
     import transformers
@@ -334,6 +346,26 @@ def _model(source: Path, with_experts: bool) -> Any:
     plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
     kind = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
     return kind.from_pretrained(source, dtype=torch.float32, **plain).eval()
+
+
+@contextmanager
+def _first_of_equals() -> Iterator[None]:
+    """Let the top k of equal numbers be the first of them.
+
+    Scores of an indexer are sums of relu, so several are often 0, and torch takes any. Ours takes the first, on every
+    device and mesh.
+    """
+    real = Tensor.topk
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
+        order = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((order.values.narrow(dim, 0, k), order.indices.narrow(dim, 0, k)))
+
+    Tensor.topk = topk  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Tensor.topk = real  # type: ignore[method-assign]
 
 
 def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **routed: bool) -> Any:

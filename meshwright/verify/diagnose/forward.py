@@ -84,6 +84,7 @@ def recorded_forward(
 
     def fingerprint(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+            out = out[0] if isinstance(out, tuple) else out
             if not isinstance(out, Tensor):
                 return
             # Cosines of integers: no two coefficients are equal, so features that change places show.
