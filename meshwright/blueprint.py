@@ -18,7 +18,7 @@ from .errors import ConfigError, LayoutError
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .ops.codings import FOUR_BITS, Coding
 from .recipe import Recipe, matching, patterns_of
-from .sharding import ALWAYS, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
+from .sharding import ALWAYS, IF_NAMED, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 
@@ -109,6 +109,18 @@ class Blueprint:
         named = {*matching([pattern for pattern in patterns if pattern != "**"], able, "train")}
         every = "**" in patterns
         return [name for name, param in able.items() if name in named or (every and param.trains == ALWAYS)]
+
+    def left_out(self, trained: Container[str]) -> str:
+        """Return what the default of `train` leaves out, in words; empty if that is nothing."""
+        left = [param for param in self.table if param.trains != ALWAYS and param.name not in trained]
+        tables = [param for param in left if param.trains == IF_NAMED and not self.recipe.lora]
+        texts = [
+            f"{param.name} ({param.numel:,} elements) is frozen; name it in train= to train it" for param in tables
+        ]
+        without = [param.name for param in left if param.trains == NEVER]
+        if without:
+            texts.append(f"{without[0]} has no gradient and stays as it is ({len(without)} such parameters)")
+        return "; ".join(texts)
 
     def mark(self, trained: Container[str]) -> None:
         """Set `requires_grad` on the meta parameters, from which placed and simulated ones inherit it."""

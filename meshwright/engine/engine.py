@@ -141,7 +141,8 @@ class Engine:
         decayed = {p.name for p in model.table if p.decay}
         spec, whole = model.blueprint.spec, optimizer.needs_whole_matrix
         matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
-        self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices)
+        by_rows = {p.name for p in model.table if p.by_rows}
+        self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices, by_rows)
         self._terms, self.trained = Terms(model, self.want), model.trained
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}

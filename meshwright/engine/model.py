@@ -54,6 +54,7 @@ from ..weights import (
     Source,
     StoredModel,
     Values,
+    check_constants,
     chosen,
     fill,
     fill_fresh,
@@ -332,6 +333,7 @@ def load(
             config, files, recipe, directory=directory, origin=_origin(files, recipe),
             stored=torch.promote_types(recipe.dtype or torch.bfloat16, torch.float32),
         )  # fmt: skip
+        check_constants(blueprint.table, files)
         model = put_on_mesh(blueprint, mesh or Mesh())
         # The ranks for which one rank reads: with read="rank" a range of one.
         node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
@@ -401,6 +403,8 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     # count now; `Engine` compares again.
     values, codings = blueprint.stored_dtypes(compute, trained), blueprint.codings(trained, mesh.axes)
     _log_left_wide(blueprint.left_wide(trained, mesh.axes), mesh)
+    if mesh.rank == 0 and (left := blueprint.left_out(trained)):
+        logger.info("%s", left)
     low = gathered_in_fp8(blueprint.spec, trained, wide=memory.gathers_wide)
     weights_alone = held_while_training(
         compute, frozenset(), offload=memory.offload, narrow=_itemsizes(values), numbers=codings, low=low

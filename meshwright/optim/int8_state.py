@@ -178,8 +178,8 @@ def seed_of(name: str, which: int, step: int) -> int:
 def is_quantised(param: Param) -> bool:
     """Tell whether 8-bit state would quantise a parameter: a matrix with a whole block in each row. The answer is the
     same on every mesh. Narrower matrices, vectors and adapters would save little; and one adapter whose blocks tp cuts
-    would refuse the whole run."""
-    return bool(param.cols) and param.matrix[1] >= BLOCK and not param.adapter
+    would refuse the whole run. Of a table only some rows are updated."""
+    return bool(param.cols) and param.matrix[1] >= BLOCK and not (param.adapter or param.by_rows)
 
 
 def names_of_scales(quantised: Iterable[str]) -> list[str]:

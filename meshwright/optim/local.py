@@ -43,10 +43,11 @@ class LocalOptimizer:
 
     def __init__(
         self, options: Optimizer, decayed: Container[str], quantised: Mapping[str, Place] | None = None,
-        matrices: WholeMatrices | None = None,
+        matrices: WholeMatrices | None = None, by_rows: Container[str] = (),
     ) -> None:  # fmt: skip
         self.options, self.decayed, self.steps, self.quantised = options, decayed, 0, quantised or {}
         self.matrices = matrices  # of an optimizer that needs whole ones
+        self.by_rows = by_rows  # tables of which a step updates the rows that have a gradient, and no others
         self.state: State = {}  # created by the first step: until then it takes no memory
         # The slices of a step are computed once, and again only if a step updates other parameters than the last one:
         # Python loops over thousands of parameters would delay every step.
@@ -87,7 +88,7 @@ class LocalOptimizer:
 
     def fuses(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
         """Tell whether `step` can clip: whether the optimizer has a fused update for each of the pieces."""
-        if self.quantised or not grads:
+        if self.quantised or not grads or any(name in self.by_rows for name in grads):
             return False
         pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in grads.items())
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
@@ -100,6 +101,8 @@ class LocalOptimizer:
         whole = self.options.needs_whole_matrix  # a rank with an empty piece takes part in gathering
         stored = {name: t for name, t in stored.items() if name in grads and (whole or t.numel())}
         self.make_state(stored)
+        for name in [name for name in stored if name in self.by_rows]:
+            self._update_rows(name, stored.pop(name), grads[name], lr)
         if clip is not None:
             self._step_fused(stored, grads, lr, clip)
         else:
@@ -125,6 +128,20 @@ class LocalOptimizer:
             uncut: Iterator[list[Slice]] = ([(name, None)] for name in some)
             for slices in uncut if self.options.needs_whole_matrix else _parts(some, self.quantised):
                 yield Part(slices, decays, all(self._is_live(name, at, stored[name]) for name, at in slices))
+
+    def _update_rows(self, name: str, table: Tensor, grad: Tensor, lr: float) -> None:
+        """Update the rows of a table that have a gradient, in slices; all others keep their bytes, and their state.
+
+        That is another optimizer than an update of all rows, which would decay rows that no token met and move them by
+        old momentum (torch.optim.SparseAdam is of this kind). Bias correction counts the steps of the run.
+        """
+        rows, most = grad.any(1).nonzero().squeeze(1), max(_PART // table.shape[1], 1)
+        for some in rows.split(most):
+            weight, state = table[some], [each[some].to(table.dtype) for each in self.state[name]]
+            slices = Slices([name], [weight], [grad[some]], tuple([each] for each in state))
+            self.options.update(slices, lr=lr, step=self.steps + 1, decays=name in self.decayed)
+            for kept, new in zip((table, *self.state[name]), (weight, *state), strict=True):
+                kept[some] = new.to(kept.dtype)
 
     def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
         """Tell whether an update can write the state in place: it is whole, not quantised, and as wide as the

@@ -10,7 +10,7 @@ of parameter names. The module tree gives the name; `Table` collects all declara
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -213,6 +213,7 @@ class Table:
 
     params: Mapping[str, Param]
     carried: tuple[str, ...] = ()  # patterns of keys that are copied byte for byte and not trained
+    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of carried keys: what the config implies
     num_first_layers: int = 1  # layers that stay with the embedding, because vision features are added to them
 
     def __iter__(self) -> Iterator[Param]:
@@ -253,7 +254,8 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
         params[name] = replace(parameter.param, name=name, tied=name == tied)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
-    table = Table(params, tuple(carried), num_first_layers)
+    constants = {k: v for module in model.modules() for k, v in getattr(module, "constants", {}).items()}
+    table = Table(params, tuple(carried), constants, num_first_layers)
     check_cover(table)
     return table
 

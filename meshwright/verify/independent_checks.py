@@ -168,13 +168,14 @@ def o1_updates(
     """The updates of one process are those of the optimizer's textbook formula.
 
     That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients, and weight
-    decay of parameters with two dims or more, but for adapters. `before`: the weights before the first step.
+    decay of parameters with two dims or more, but for adapters. Rows of a table that have no gradient stay. `before`: the weights before the first step.
     """
     table, choice = engine.model.table, engine.model.keymap.choice
     # A tied parameter has two keys, and counts once in the norm.
     twice = {copy.key for param in table for copy in chosen(param, choice).copies}
     # O1 cannot rely on the engine's norm, its clipping or its counters: it starts from gradients, weights and options.
     optimizer, most, worst, where = engine.optimizer.options, engine.max_norm or float("inf"), 0.0, ""
+    tables = {block.key for param in table if param.by_rows for block in chosen(param, choice).blocks}
     zeros = {k: tuple(torch.zeros_like(w).double() for _ in optimizer.state_names) for k, w in before.items()}
     params = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
     assert callable(engine.lr)
@@ -184,7 +185,7 @@ def o1_updates(
         lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
         for key, grad in step.grads.items():
             make, decays = (
-                _maker(optimizer, params[key], grad.double(), number + 1),
+                _maker(optimizer, params[key], grad.double(), number + 1, only_met=key in tables),
                 grad.dim() > 1 and not _adapts(key),
             )
             expected, state = make(lr, clip, decays)
@@ -212,11 +213,19 @@ def _adapts(key: str) -> bool:
 Make = Callable[[float, float, bool], tuple[Tensor, tuple[Tensor, ...]]]
 
 
-def _maker(optimizer: Optimizer, param: _Parameter, grad: Tensor, number: int) -> Make:
-    """Return a function that computes weight and state after update `number` (1, 2, ...) for any lr, clip and decay."""
+def _maker(optimizer: Optimizer, param: _Parameter, grad: Tensor, number: int, only_met: bool = False) -> Make:
+    """Return a function that computes weight and state after update `number` (1, 2, ...) for any lr, clip and decay.
+
+    `only_met`: only rows with a gradient are updated.
+    """
 
     def make(lr: float, clip: float, decays: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return optimizer.plain_update(param.weight, grad * clip, param.state, lr=lr, step=number, decays=decays)
+        new = optimizer.plain_update(param.weight, grad * clip, param.state, lr=lr, step=number, decays=decays)
+        if not only_met:
+            return new
+        met, old = (grad != 0).any(1, keepdim=True), (param.weight, *param.state)
+        weight, *state = (torch.where(met, *both) for both in zip((new[0], *new[1]), old, strict=True))
+        return weight, tuple(state)
 
     return make
 

@@ -9,6 +9,7 @@ implicit redistribute when ranks differ (VeOmni#642).
 from .checksums import Checks, Extent, Extents, checksum, extents_of_json
 from .directory import (
     Export,
+    check_constants,
     check_export,
     copy_carried,
     exported_config,

@@ -28,7 +28,7 @@ from ..errors import ExportError, LoadError, failure_in
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Piece, rows_to_write
+from ..sharding import Block, Box, Piece, Table, rows_to_write
 from ..watch import deferred_signal
 from .checksums import Checks
 from .file_version import Opened
@@ -224,6 +224,21 @@ def raw_tensor(source: Source, key: str) -> Tensor:
     flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
     flat = flat[: entry.stop - entry.start]
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
+
+
+def check_constants(table: Table, source: Source) -> None:
+    """Refuse a source whose integer tensors are not those that its config implies: a hash of another vocabulary or
+    seed would read other rows of a table, and train on them without an error."""
+    for key, expected in table.constants.items():
+        if key in source.entries and (found := raw_tensor(source, key).flatten().tolist()) != [*expected]:
+            at = next((i for i, both in enumerate(zip(found, expected, strict=False)) if both[0] != both[1]), -1)
+            what = (
+                f"number {at} is {found[at]}, and {expected[at]} follows" if at >= 0 else f"it has {len(found)} numbers"
+            )
+            raise LoadError(
+                f"{key}: {what} from vocab_size, seed and the fields of n-grams in config.json; correct config.json, or "
+                "fetch the files again"
+            )
 
 
 def whole_values(source: Source, key: str) -> Tensor:
