@@ -108,7 +108,7 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_byt
     if pipeline.hold is not None:
         return blueprint
     keep_gathered = blueprint.with_options(pipeline=replace(pipeline, hold=True))
-    trained = frozenset(blueprint.table.params)
+    trained = frozenset(blueprint.trained())
     fp8_weights = gathered_in_fp8(keep_gathered.spec, trained, wide=memory.gathers_wide)
     held = held_while_training(compute, trained, offload=memory.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()

@@ -113,8 +113,8 @@ class Figures:
         blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", blueprint)
         work = replace(self.work, numbers={**dict.fromkeys(self.gathered_in_fp8, FP8), **self.codings})
-        if blueprint.recipe.lora is not None and not work.frozen:  # a loaded model has counted before it was sharded
-            # Gradients begin at the first adapter, in the middle of a layer, and on one rank of the pipeline only.
+        if self.has_frozen and not work.frozen:  # a loaded model has counted before it was sharded
+            # With adapters gradients begin in the middle of a layer, and on one rank of the pipeline only.
             if next(blueprint.module.parameters()).is_meta:
                 blueprint.mark(self.trained)
             frozen = frozenset(blueprint.table.params) - self.trained
@@ -158,14 +158,18 @@ class Figures:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Return the names of the trained parameters: all of them, or with adapters those."""
-        blueprint = self.blueprint
-        return frozenset(blueprint.table.params if blueprint.recipe.lora is None else blueprint.trained())
+        """Return the names of the trained parameters."""
+        return frozenset(self.blueprint.trained())
+
+    @property
+    def has_frozen(self) -> bool:
+        """Tell whether parameters are frozen: the base of adapters, a table of n-grams, what has no gradient."""
+        return len(self.trained) < len(self.blueprint.table.params)
 
     @cached_property
     def frozen_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which the values of each frozen parameter are stored: that of its files."""
-        if self.blueprint.recipe.lora is None:
+        if not self.has_frozen:
             return {}
         dtypes = self.blueprint.stored_dtypes(COMPUTE, self.trained)
         return {name: dtype for name, dtype in dtypes.items() if name not in self.trained}
@@ -173,7 +177,7 @@ class Figures:
     @cached_property
     def codings(self) -> dict[str, Coding]:
         """Return how the frozen matrices are stored that are stored in 8 or 4 bits."""
-        return {} if self.blueprint.recipe.lora is None else self.blueprint.codings(self.trained, self.axes)
+        return self.blueprint.codings(self.trained, self.axes) if self.has_frozen else {}
 
     def stored_form(self, name: str) -> torch.dtype | Coding:
         """Return how a parameter is stored: in float32 if it is trained."""
@@ -182,7 +186,7 @@ class Figures:
     @property
     def left_wide(self) -> list[str]:
         """Return the frozen matrices that are stored as values though others of their kind are in 4 bits."""
-        return [] if self.blueprint.recipe.lora is None else self.blueprint.left_wide(self.trained, self.axes)
+        return self.blueprint.left_wide(self.trained, self.axes) if self.has_frozen else []
 
     @cached_property
     def need(self) -> Need:

@@ -7,12 +7,14 @@ part is divided by as many ranks as could share it at best.
 from __future__ import annotations
 
 from functools import cache, cached_property
+from math import prod
 
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..memory.meta_model import FakeMesh
 from ..memory.simulate import StepWork, activations
 from ..recipe import MemoryOptions
+from ..sharding import Param
 from .figures import COMPUTE
 
 
@@ -29,14 +31,30 @@ class LeastMemory:
         self._kept = cache(self._simulate_kept)
 
     @cached_property
+    def _trained(self) -> list[Param]:
+        """Return the trained parameters."""
+        names = {*self.blueprint.trained()}
+        return [param for param in self.blueprint.table if param.name in names]
+
+    @cached_property
+    def _frozen_bytes(self) -> float:
+        """Return the bytes of the frozen parameters of all ranks."""
+        names = {param.name for param in self._trained}
+        codings = self.blueprint.codings(names, Axes())
+        dtypes = self.blueprint.stored_dtypes(COMPUTE, names)
+        frozen = [param for param in self.blueprint.table if param.name not in names]
+        values = [param.numel * dtypes[param.name].itemsize for param in frozen if param.name not in codings]
+        return sum(values) + sum(prod(codings[p.name].stored(p.matrix)) for p in frozen if p.name in codings)
+
+    @cached_property
     def _expert_elements(self) -> int:
-        """Return the number of elements of all experts, which ep spreads over ranks."""
-        return sum(param.numel for param in self.blueprint.table if "expert" in param.dims)
+        """Return the number of elements of all trained experts, which ep spreads over ranks."""
+        return sum(param.numel for param in self._trained if "expert" in param.dims)
 
     @cached_property
     def _dense_elements(self) -> int:
-        """Return the number of elements outside of experts."""
-        return sum(param.numel for param in self.blueprint.table) - self._expert_elements
+        """Return the number of trained elements outside of experts."""
+        return sum(param.numel for param in self._trained) - self._expert_elements
 
     def num_bytes(self, axes: Axes, num_batches: int, memory: MemoryOptions, *, holds: bool) -> float:
         """Return what the rank that stores most needs on its device at least. `holds`: its pipeline keeps parameters
@@ -49,10 +67,11 @@ class LeastMemory:
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, memory, under_way))
         held = self._held(axes) if holds else 0.0
-        return (4 + self.state_bytes) * elements + held + max(moments)  # 4: float32 masters
+        frozen = 0.0 if memory.offload else self._frozen_bytes / axes.world * axes.replicate
+        return (4 + self.state_bytes) * elements + frozen + held + max(moments)  # 4: float32 masters
 
     def elements(self, axes: Axes) -> float:
-        """Return how many elements of the model the rank that stores most has at least."""
+        """Return how many trained elements the rank that stores most has at least."""
         return (self._dense_elements + self._expert_elements) / axes.world * axes.replicate
 
     def _held(self, axes: Axes) -> float:

@@ -168,7 +168,8 @@ def o1_updates(
     """The updates of one process are those of the optimizer's textbook formula.
 
     That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients, and weight
-    decay of parameters with two dims or more, but for adapters. Rows of a table that have no gradient stay. `before`: the weights before the first step.
+    decay of parameters with two dims or more, but for adapters. Rows of a table that have no gradient stay. `before`:
+    the weights before the first step.
     """
     table, choice = engine.model.table, engine.model.keymap.choice
     # A tied parameter has two keys, and counts once in the norm.

@@ -236,8 +236,8 @@ def check_constants(table: Table, source: Source) -> None:
                 f"number {at} is {found[at]}, and {expected[at]} follows" if at >= 0 else f"it has {len(found)} numbers"
             )
             raise LoadError(
-                f"{key}: {what} from vocab_size, seed and the fields of n-grams in config.json; correct config.json, or "
-                "fetch the files again"
+                f"{key}: {what} from vocab_size, seed and the fields of n-grams in config.json; correct config.json, "
+                "or fetch the files again"
             )
 
 
