@@ -157,8 +157,14 @@ class Search:
         return meshes
 
     def _fastest(self) -> list[Candidate]:
-        """Return the fastest of the candidates that fit, as many as the user wants."""
-        return sorted(self.best, key=lambda each: each.estimate.seconds)[: self.request.top]
+        """Return the fastest of the candidates that fit, one of each mesh, as many as the user wants.
+
+        Time may run out after a mesh has been costed with the variant of least memory, and before its faster ones.
+        """
+        fitting = [(cut, each) for (cut, _), each in self.in_full.items() if each.figures.fits]
+        fitting.sort(key=lambda pair: pair[1].estimate.seconds)
+        first_of = {cut: next(each for other, each in fitting if other == cut) for cut, _ in fitting}
+        return [*first_of.values()][: self.request.top]
 
     def _may_fit(self, meshes: Sequence[Cut], memory: MemoryOptions) -> list[Cut]:
         """Drop the meshes that exceed the device even with the variant that needs the least memory."""
