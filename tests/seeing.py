@@ -36,12 +36,14 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_parameters": _VL_ROPE}, deepstack_visual_indexes=[0, 2]),
     "qwen3_5": _of("qwen3_5", {**tiny.ODD["qwen3_5"], "head_dim": 24, "rope_parameters": _ROPE}),
     "qwen3_5_moe": _of("qwen3_5_moe", {**tiny.ODD["qwen3_5_moe"], "head_dim": 24, "rope_parameters": _ROPE}),
+    "qwen4_exp": _of("qwen4_exp", {**tiny.ODD["qwen4_exp"], "hidden_size": 36}),
 }  # fmt: skip
 _CLASSES = {
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
+    "qwen4_exp": (transformers.Qwen4ExpConfig, transformers.Qwen4ExpForConditionalGeneration),
 }
 
 
@@ -72,9 +74,9 @@ def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned
 
     model, tensors = reference(name, **changes), {}
     for key, value in model.state_dict().items():
-        exact = key.endswith(("A_log", "linear_attn.norm.weight"))
         stored = value.transpose(-1, -2) if turned and ".experts." in key else value
-        tensors[key] = stored.detach().to(torch.float32 if exact else dtype).contiguous().clone()
+        tensors[key] = stored.detach().to(tiny.stored_dtype(key, value, dtype)).contiguous().clone()
+    tensors = tiny.in_parts(tensors)
     if of(name, **changes)["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)

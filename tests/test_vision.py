@@ -160,7 +160,8 @@ def reference_outputs(name: str) -> Outputs:
              strict=True)]  # fmt: skip
     loss = torch.stack(terms).sum() / batch.num_targets
     loss.backward()
-    grads = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+    every = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+    grads = tiny.in_parts(every)
     rows = [torch.cat(each).detach()[_pictures_first().argsort()] for each in zip(*seen, strict=True)]
     norms = _of_small_numbers(model.model.visual, nn.LayerNorm)
     return Outputs(rows, norms, torch.cat(logits).detach(), loss.item(), grads)

@@ -131,9 +131,8 @@ def directory(
     model = reference(name, **changes)
     tensors = {}
     for key, value in model.state_dict().items():
-        exact = key.endswith(("A_log", "linear_attn.norm.weight"))
-        wide = torch.float32 if exact else dtype if value.is_floating_point() else value.dtype
-        tensors[key] = value.detach().to(wide).contiguous().clone()
+        tensors[key] = value.detach().to(stored_dtype(key, value, dtype)).contiguous().clone()
+    tensors = in_parts(tensors)
     if layout != "fused":
         tensors = _per_expert(tensors)
     if of(name, **changes)["tie_word_embeddings"] and layout != "twice":
@@ -165,9 +164,27 @@ def _per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif key.endswith("experts.down_proj"):
             for e, one in enumerate(value):
                 out[key.replace("down_proj", f"{e}.down_proj.weight")] = one.contiguous().clone()
-        elif key.endswith("ngram_embedding.weight"):
-            for i, part in enumerate(value.chunk(ODD["qwen4_exp"]["split_ngram_parts"])):
-                out[key.replace("weight", f"shard_{i}.weight")] = part.contiguous().clone()
+        else:
+            out[key] = value
+    return in_parts(out)
+
+
+def stored_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a key in files of `dtype`."""
+    if not value.is_floating_point():
+        return value.dtype
+    return torch.float32 if key.endswith(("A_log", "linear_attn.norm.weight")) else dtype
+
+
+def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut a table of n-grams into the parts in which files keep it; transformers joins them."""
+    out, num = {}, ODD["qwen4_exp"]["split_ngram_parts"]
+    for key, value in tensors.items():
+        if key.endswith("ngram_embedding.weight"):
+            stem = key.removesuffix("weight")
+            out.update(
+                {f"{stem}shard_{i}.weight": part.contiguous().clone() for i, part in enumerate(value.chunk(num))}
+            )
         else:
             out[key] = value
     return out
