@@ -18,6 +18,7 @@ code 80 (E4M3 has 8 steps between 64 and 128), and is read back as 0.0125.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
@@ -43,6 +44,7 @@ LARGEST = torch.finfo(FP8).max
 _FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # E8M0 holds powers of two; some files call it U8
 _WHOLE = 1 << 62  # the block size of a dim that has one block
 ONE_BLOCK = (_WHOLE, _WHOLE)
+_PART = re.compile(r"(.*)\.shard_\d+\.weight")  # a part of a table (Qwen4-Exp): all of them have one scale
 _SUFFIX = "_packed"  # ends the key of packed codes, which replaces the matrix's own key
 _NIBBLES = torch.arange(16, dtype=torch.uint8, device="cpu")
 # A table from a byte to its two codes, each in a byte of its own. The low nibble comes first.
@@ -107,6 +109,9 @@ class Format:
             nested = tuple(key + end for end in bitsandbytes.NESTED) if state.nested else ()
             others = bitsandbytes.companions(key, state, entries)
             return Scale(key + self.suffix, self.block, self.name, nested=nested, offset=state.offset, unused=others)
+        of_table = _PART.sub(r"\1.weight_scale", key)
+        if of_table != key and key + self.suffix not in entries and of_table in entries:
+            return Scale(of_table, ONE_BLOCK, "FP8 with one scale for all parts of a table")
         unused = key.removesuffix("weight") + "input_global_scale"
         return Scale(
             key + self.suffix, self.block, self.name, key + _SUFFIX if self.packed else "",
