@@ -103,7 +103,12 @@ class Tied(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm transformer layer: `x += mixer(norm(x)); x += mlp(norm(x))`."""
+    """A pre-norm transformer layer: `x += mixer(norm(x)); x += mlp(norm(x))`.
+
+    `needs_output`: backward needs what the last part returns, so a recomputed layer runs that part to its end.
+    """
+
+    needs_output = False
 
     def __init__(self, shape: Shape, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
         super().__init__()

@@ -121,6 +121,8 @@ class LastMixer(StreamMixer):
 class StreamLayer(Layer):
     """A layer between residual streams: n-grams if it has a table, then a mixer, then experts."""
 
+    needs_output = True  # the gradient of the gates with which streams get the output
+
     def __init__(
         self, shape: Shape, rank: int, grams: NgramEmbedding | None, mixer: Mixer,
         make_mlp: Callable[[], nn.Module], at: str,

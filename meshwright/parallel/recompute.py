@@ -85,20 +85,23 @@ def mark(model: Decoder, memory: MemoryOptions) -> None:
     """Mark the doors that backward passes again, so that the bill counts their collectives. `plan` tries several
     options on one model, so marks are overwritten."""
     for layer in model.layers.values():
-        _mark(layer, full=memory.recompute == "full")
+        _mark(layer, full=memory.recompute == "full", to_end=isinstance(layer, Layer) and layer.needs_output)
 
 
-def _mark(layer: nn.Module, *, full: bool) -> None:
-    """Mark the doors of one layer. A replay stops at the last saved tensor, so it never passes the last door.
+def _mark(layer: nn.Module, *, full: bool, to_end: bool) -> None:
+    """Mark the doors of one layer. A replay stops at the last saved tensor, so it passes the last door only where
+    backward needs the output of the last part (`to_end`).
 
     A door that is passed again pays again: under tp and full recomputation a dense layer (two pairs of doors) makes 6
     all-gathers and 5 reduce-scatters instead of 4 and 4.
     """
     doors: list[Door | Dispatch] = [d for _, d in find_doors(layer, Door)]
-    # Experts are passed again even when last: backward needs their input.
-    doors += [d for _, d in find_doors(layer, Dispatch)]
-    for door in doors:
-        door.again = full and (door is not doors[-1] or isinstance(door, Dispatch))
+    dispatches = [d for _, d in find_doors(layer, Dispatch)]
+    doors += dispatches
+    for door in doors:  # experts are passed again even when last: backward needs their input
+        door.again = full and (to_end or door is not doors[-1] or isinstance(door, Dispatch))
+    for dispatch in dispatches:
+        dispatch.back_again = full and to_end
     for _, swap in find_doors(layer, Swap):  # a mixer is never the last part of a layer
         swap.again = full
     for _, join in find_doors(layer, Join):

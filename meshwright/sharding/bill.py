@@ -186,8 +186,8 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
             yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, counts * 8, num)
             num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
             yield Charge(weights, "all_to_all", hop.axes, copies * work.stored_bytes, num)
-            # A recomputed layer sends rows to their experts again but not back: nothing needs the combined output.
-            sent = 2 * work.num_batches + passes.again(rows, door.again) + passes.back(rows, 2)
+            # A recomputed layer sends rows to their experts again, and back only if it needs the combined output.
+            sent = 2 * work.num_batches + passes.again(rows, door.again + door.back_again) + passes.back(rows, 2)
             if not token_once:
                 yield Charge(rows, "all_to_all", hop.axes, copies * row_bytes, sent)
                 continue

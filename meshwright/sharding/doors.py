@@ -67,13 +67,13 @@ class Dispatch:
     expert can be computed in the meantime. `alone`: builds the rows where all experts are on this rank.
 
     When armed: seven all-to-alls, for counts, weights, rows out and back, and three in backward. With `again`
-    (checkpointing) three more, since a recomputed layer needs no way back. Where a token goes once to each rank that
-    has some of its experts, their indices travel next to the rows: one more each time.
+    (checkpointing) three more, since most recomputed layers need no way back, and four with `back_again`. Where a token
+    goes once to each rank that has some of its experts, their indices travel next to the rows: one more each time.
     """
 
     def __init__(self, num_experts: int, width: int, top_k: int, alone: Callable[..., Rows]) -> None:
         self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
-        self.again = False
+        self.again = self.back_again = False
         self.armed: StartDispatch | None = None
 
     def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
