@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,9 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     assert worlds.run(2, run, dict(tp=2), "resume")[0] == pytest.approx(next_loss, abs=1e-6)
 
 
-def trained_beside_peft(source: Path, at: Path, layout: str) -> tuple[float, dict[str, Tensor]]:
+def trained_beside_peft(source: Path, at: Path, layout: str, lora: Lora = DRAWN) -> tuple[float, dict[str, Tensor]]:
     """Write an adapter with a drawn B, and its gradient as if it were one."""
-    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=DRAWN)
+    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=lora)
     mw.export_adapter(model, at / "adapter", layout=layout)
     engine = mw.Engine(model, lr=1e-2)
     loss = engine.backward([mw.pack(DOCUMENTS)])
@@ -109,15 +110,16 @@ def trained_beside_peft(source: Path, at: Path, layout: str) -> tuple[float, dic
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen3_5_moe", {}), *parts.every(2, [("qwen3", {}), ("qwen3_moe", dict(mlp_only_layers=[]))])],
+    ("family", "rslora"),
+    [("qwen3_5_moe", False), *parts.every(3, [("qwen3", True), ("qwen3", False), ("qwen3_moe", False)])],
 )
-def test_peft_reads_the_files_and_has_the_same_gradients(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_reads_the_files_and_has_the_same_gradients(family: str, rslora: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 
+    changes: dict[str, Any] = dict(mlp_only_layers=[]) if family == "qwen3_moe" else {}
     source = tiny.directory(tmp_path / "m", family, layout="fused", **changes)
-    loss, grads = worlds.run(1, trained_beside_peft, source, tmp_path, "fused")[0]
+    loss, grads = worlds.run(1, trained_beside_peft, source, tmp_path, "fused", replace(DRAWN, rslora=rslora))[0]
     base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     terms = [
