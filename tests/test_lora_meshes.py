@@ -141,7 +141,8 @@ Answer = tuple[list[dict[str, Tensor]], bool, list[str]]
 
 
 def trained(source: Path, case: Case, *, alone: bool = False) -> Answer:
-    """Return the gradients of two steps; whether the base kept its values; where the bill of the second is wrong."""
+    """Return the gradients of two steps; whether the base kept its values; where the bill is wrong, of the second and,
+    with options of a case, of a third."""
     mesh = trials.mesh_of({} if alone else sizes(case.mesh))
     fields = {} if alone else {**memory(recompute=case.recompute), **case.fields}
     model = mw.load(source, mesh, dtype=torch.float64, lora=case.lora, frozen=case.frozen, **fields)
@@ -158,6 +159,10 @@ def trained(source: Path, case: Case, *, alone: bool = False) -> Answer:
         with recorder:
             engine.update()
     wrong = [] if alone else billed_otherwise(model, engine, batches, recorder)
+    if case.fields and not alone:  # `step` sends what its halves do
+        with Recorder() as recorder:
+            engine.step(batches)
+        wrong += billed_otherwise(model, engine, batches, recorder)
     return steps, all(torch.equal(model.stored()[name], tensor) for name, tensor in base.items()), wrong
 
 
