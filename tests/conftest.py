@@ -32,9 +32,9 @@ LONGEST = (
     "test_fp8", "test_savings", "test_meshes", "test_vision_meshes", "test_verify", "test_plan_search", "test_train",
     "test_checkpoint", "test_token_once", "test_fp8_gathers", "test_matrix", "test_activations", "test_causes",
     "test_state_in_8_bits", "test_vision_planted", "test_pipeline", "test_renamed", "test_lora", "test_lora_train",
-    "test_frozen_fp8", "test_fp8_files", "test_plan", "test_plants", "test_docs", "test_demo", "test_engine",
-    "test_weights", "test_state_dict", "test_frozen", "test_4_bit_files", "test_long_contexts", "test_state",
-    "test_context", "test_killed",
+    "test_lora_meshes", "test_verify_lora", "test_frozen_fp8", "test_fp8_files", "test_plan", "test_plants",
+    "test_docs", "test_demo", "test_engine", "test_weights", "test_state_dict", "test_frozen", "test_4_bit_files",
+    "test_long_contexts", "test_state", "test_context", "test_killed",
 )  # fmt: skip
 
 

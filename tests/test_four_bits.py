@@ -1,11 +1,10 @@
-"""Frozen matrices in 4 bits (QLoRA): formulas, gradients on every mesh, memory, checkpoints and merges."""
+"""Frozen matrices in 4 bits (QLoRA): formulas, memory, checkpoints, merges. Gradients: test_lora_meshes.py."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,70 +18,17 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
-from meshwright.engine.step_bill import step_bill
 from meshwright.ops import codings, matmul
 from meshwright.ops.codings import MXFP4, NF4, NVFP4, Coding, divisor_for_amax, in_memory
 from meshwright.plan import Figures, objections, work_of
 from meshwright.recipe import FOUR_BITS, Lora, Recipe
 from meshwright.sharding import pieces
-from meshwright.verify import Recorder
 from meshwright.weights import frozen_scales, whole_tensors
 from tests import parts, quantised, tiny, worlds
 from tests.published_configs import QWEN3_30B_A3B
 from tests.test_lora_meshes import DRAWN
 
 BF16, F32 = torch.bfloat16, torch.float32
-PLAIN, FULL = mw.MemoryOptions(), mw.MemoryOptions(recompute="full")
-SELECTIVE = mw.MemoryOptions(recompute="selective")
-
-# A family; files in bfloat16 that loading quantises, or files in 4 bits; its mesh; how memory is saved.
-Case = tuple[str, str, dict[str, int], mw.MemoryOptions]
-CASES: list[Case] = [
-    ("qwen3", "nf4", dict(fsdp=3), PLAIN),
-    ("qwen3_5", "nvfp4", dict(tp=2), SELECTIVE),
-    ("qwen3_moe", "NVFP4 files", dict(fsdp=2, ep=2), FULL),
-]
-if parts.ALL:
-    MESHES: list[dict[str, int]] = [
-        dict(fsdp=2), dict(fsdp=3), dict(tp=2), dict(pp=2), dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=2),
-    ]  # fmt: skip
-    CASES = [
-        (family, form, mesh, memory)
-        for family in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe") for mesh in MESHES
-        for form in (*FOUR_BITS, "NVFP4 files", "MXFP4 files") for memory in (PLAIN, FULL)
-        if "moe" in family or "ep" not in mesh
-    ]  # fmt: skip
-
-
-AXES = dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1)
-
-
-def gradients(
-    source: Path, mesh: dict[str, int], memory: mw.MemoryOptions, streams: int | None = None, frozen: str | None = None
-) -> tuple[list[dict[str, Tensor]], bool, bool]:
-    """Return the gradients of two steps; whether the base kept its values; whether the bill was that of the run."""
-    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, lora=DRAWN, memory=memory, frozen=frozen)
-    engine, steps = mw.Engine(model, lr=1e-2), []
-    base = {name: t.clone() for name, t in model.stored().items() if name not in model.trained}
-    ranks = range(streams) if streams else [model.mesh.data_rank]
-    batches = [batch for rank in ranks for batch in tiny.batches(rank)]
-    for _ in range(2):
-        with Recorder() as recorder:
-            engine.backward(batches)
-            grads = mw.gather(model, "grad")
-            engine.update()
-        steps.append(grads)
-    with Recorder() as recorder:
-        engine.step(batches)
-    sent, billed = Counter[str](), Counter[str]()
-    for each in recorder.collectives:
-        sent[each.op] += each.num_bytes if len(each.ranks) > 1 else 0
-    for charge in step_bill(model, len(batches[0].tokens), len(batches)):
-        billed[charge.op] += charge.count * charge.num_bytes
-    if model.mesh.axes.ep > 1:  # the router decides how many rows travel
-        del sent["all_to_all"], billed["all_to_all"]
-    same = all(torch.equal(model.stored()[name], tensor) for name, tensor in base.items())
-    return steps, same, sent == billed
 
 
 @pytest.fixture(scope="module")
@@ -161,36 +107,6 @@ def test_formulas_are_those_of_the_formats(name: str) -> None:
         assert ((wide - exact).abs() <= (exact / 16).clamp(min=2**-10)).all()
 
 
-@pytest.fixture(scope="module")
-def ran(source: Callable[..., Path]) -> Callable[[str], Any]:
-    """Run all cases of a mesh in one world, and what one process makes of them in another."""
-    by_name = {str(case): case for case in CASES}
-
-    def run(group: Any) -> Any:
-        axes, on_mesh, alone = Axes(**{**AXES, **by_name[group[0]][2]}), {}, {}
-        for each in group:
-            family, form, mesh, memory = by_name[each]
-            at, frozen = source(family, form), frozen_of(form)
-            on_mesh[each] = functools.partial(gradients, at, mesh, memory, None, frozen)
-            alone[each] = functools.partial(gradients, at, {}, PLAIN, axes.num_data_ranks, frozen)
-        ranks, one = worlds.in_turn(axes.world, on_mesh, seconds=120), worlds.in_turn(1, alone, seconds=120)
-        return {each: (ranks[each], one[each][0][0]) for each in group}
-
-    return worlds.shared({name: case[2] for name, case in by_name.items()}, run)
-
-
-@pytest.mark.parametrize("case", [str(case) for case in CASES])
-def test_gradients_equal_one_process(ran: Callable[[str], Any], case: str) -> None:
-    ranks, alone = ran(case)
-    for expected, result in zip(alone, ranks[0][0], strict=True):
-        assert expected.keys() == result.keys() != set()
-        for key, grad in expected.items():
-            assert (result[key] - grad).norm() <= 1e-9 * grad.norm(), key
-            assert grad.norm() > 0, key
-    assert all(same for _, same, _ in ranks), "a frozen weight has changed"
-    assert all(billed for _, _, billed in ranks), "the bill is not what was sent"
-
-
 def expanded(at: Path, out: Path, frozen: str | None) -> None:
     """Write the values of a base in 4 bits as float32."""
     mw.export(mw.load(at, mw.Mesh(device="cpu"), train=[], frozen=frozen), out, dtype=F32)
@@ -215,8 +131,11 @@ def test_equal_to_files_of_the_dequantised_values(
 ) -> None:
     """A base in 4 bits and the same values in float32 give the same bits."""
     at, frozen = source(name, form), frozen_of(form)
-    worlds.run(1, expanded, at, tmp_path / "wide", frozen)
-    acts = {"narrow": functools.partial(answers, at, frozen), "wide": functools.partial(answers, tmp_path / "wide")}
+    acts = {
+        "expand": functools.partial(expanded, at, tmp_path / "wide", frozen),
+        "narrow": functools.partial(answers, at, frozen),
+        "wide": functools.partial(answers, tmp_path / "wide"),
+    }
     result = {what: one[0] for what, one in worlds.in_turn(1, acts).items()}
     assert torch.equal(result["narrow"][0], result["wide"][0])
     assert result["narrow"][1].keys() == result["wide"][1].keys()
@@ -333,8 +252,9 @@ def planted(at: Path, plant: str) -> tuple[bool, Tensor]:
 def test_planted_bugs_are_detected(source: Callable[..., Path], tmp_path: Path) -> None:
     at = source("qwen3_moe")
     worlds.run(1, expanded, at, tmp_path / "wide", "nvfp4")
-    (right, _), *_ = worlds.run(2, answers, tmp_path / "wide", None, dict(fsdp=2))
-    ranks = worlds.in_turn(2, {plant: functools.partial(planted, at, plant) for plant in PLANTS})
+    acts: dict[str, Callable[[], Any]] = {"wide": functools.partial(answers, tmp_path / "wide", None, dict(fsdp=2))}
+    ranks = worlds.in_turn(2, acts | {plant: functools.partial(planted, at, plant) for plant in PLANTS})
+    right, _ = ranks.pop("wide")[0]
     said = {plant: torch.allclose(of[0][1], right, atol=1e-5) for plant, of in ranks.items()}
     assert said == {plant: plant == "" for plant in PLANTS}
     # Decoding is shared with the check, so only what is stored can be wrong there.
@@ -409,7 +329,8 @@ def test_checkpoints_and_merges(source: Callable[..., Path], tmp_path: Path) -> 
     at = source("qwen3_5_moe")
     loss, factors, base, same = worlds.run(2, trains, at, tmp_path)[0]
     assert same, "step 0 is the base in 4 bits to the bit"
-    again, refusal = (worlds.run(2, resumes, at, tmp_path, frozen)[0] for frozen in ("nf4", "mxfp4"))
+    acts = {frozen: functools.partial(resumes, at, tmp_path, frozen) for frozen in ("nf4", "mxfp4")}
+    again, refusal = (ranks[0] for ranks in worlds.in_turn(2, acts).values())
     assert all(torch.equal(factor, again[1][key]) for key, factor in factors.items())
     assert again[0] == pytest.approx(loss, rel=1e-2)
     assert "frozen" in refusal

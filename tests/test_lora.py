@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,10 @@ def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:
 @pytest.mark.parametrize("family", ["qwen3_5_moe", *parts.every(2, ["qwen3", "qwen3_moe"])])
 def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: str, tmp_path: Path) -> None:
     run = functools.partial(used, sources[family], tmp_path)
-    loss, first, base, next_loss, refused = worlds.run(1, run, {}, "train")[0]
-    base_loss, expected_base = worlds.run(1, run, {}, "base")[0]
+    calls = {call: functools.partial(run, {}, call) for call in ("train", "base", "merged", "path")}
+    said = {call: ranks[0] for call, ranks in worlds.in_turn(1, calls).items()}
+    loss, first, base, next_loss, refused = said["train"]
+    base_loss, expected_base = said["base"]
     assert torch.equal(first, expected_base), "step 0 is the base to the bit"
     assert torch.equal(base, expected_base), "without adapters the model is its base"
     assert loss < base_loss - 0.01
@@ -79,8 +84,8 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     names = {path.name for path in (tmp_path / "checkpoints" / "step-000002").iterdir()}
     assert "adapters.safetensors" in names
     assert "model.safetensors" not in names
-    assert worlds.run(1, run, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
-    alone = worlds.run(1, run, {}, "path")[0]
+    assert said["merged"][0] == pytest.approx(loss, abs=1e-6)
+    alone = said["path"]
     files = load_file(tmp_path / "merged" / "model.safetensors")
     assert alone[1].keys() == files.keys()
     assert all(torch.allclose(files[key], tensor, rtol=0, atol=1e-6) for key, tensor in alone[1].items())
@@ -93,9 +98,9 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     assert worlds.run(2, run, dict(tp=2), "resume")[0] == pytest.approx(next_loss, abs=1e-6)
 
 
-def trained_beside_peft(source: Path, at: Path, layout: str) -> tuple[float, dict[str, Tensor]]:
+def trained_beside_peft(source: Path, at: Path, layout: str, lora: Lora = DRAWN) -> tuple[float, dict[str, Tensor]]:
     """Write an adapter with a drawn B, and its gradient as if it were one."""
-    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=DRAWN)
+    model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=lora)
     mw.export_adapter(model, at / "adapter", layout=layout)
     engine = mw.Engine(model, lr=1e-2)
     loss = engine.backward([mw.pack(DOCUMENTS)])
@@ -109,15 +114,16 @@ def trained_beside_peft(source: Path, at: Path, layout: str) -> tuple[float, dic
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen3_5_moe", {}), *parts.every(2, [("qwen3", {}), ("qwen3_moe", dict(mlp_only_layers=[]))])],
+    ("family", "rslora"),
+    [("qwen3_5_moe", False), *parts.every(3, [("qwen3", True), ("qwen3", False), ("qwen3_moe", False)])],
 )
-def test_peft_reads_the_files_and_has_the_same_gradients(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_reads_the_files_and_has_the_same_gradients(family: str, rslora: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 
+    changes: dict[str, Any] = dict(mlp_only_layers=[]) if family == "qwen3_moe" else {}
     source = tiny.directory(tmp_path / "m", family, layout="fused", **changes)
-    loss, grads = worlds.run(1, trained_beside_peft, source, tmp_path, "fused")[0]
+    loss, grads = worlds.run(1, trained_beside_peft, source, tmp_path, "fused", replace(DRAWN, rslora=rslora))[0]
     base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     terms = [
@@ -146,45 +152,67 @@ def old_files(at: Path) -> None:
     save_file(tensors, at / peft_files.WEIGHTS_FILE)
 
 
+@pytest.fixture(scope="module")
+def written(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
+    """Adapters of a family in a layout, and their loss."""
+    cases = [("qwen3", "fused"), ("qwen3_moe", "fused"), ("qwen3_moe", "per-expert")]
+    folders = {f"{family} {layout}": tmp_path_factory.mktemp(f"{family}-{layout}") for family, layout in cases}
+    acts = {
+        name: functools.partial(trained_beside_peft, sources[name.split()[0]], at, name.split()[1])
+        for name, at in folders.items()
+    }
+    return {name: (folders[name] / "adapter", ranks[0][0]) for name, ranks in worlds.in_turn(1, acts).items()}
+
+
 def loss_of(source: Path, at: Path) -> float:
     model = mw.load(source, mw.Mesh(), dtype=torch.float32, lora=Lora(path=str(at)))
     return mw.Engine(model, lr=0.0).evaluate([mw.pack(DOCUMENTS)])
 
 
-@pytest.mark.parametrize("kind", ["fused", "per-expert", "old", "old, version unknown"])
-def test_every_spelling_of_experts_is_the_same_function(sources: dict[str, Path], kind: str, tmp_path: Path) -> None:
-    layout = "per-expert" if kind == "per-expert" else "fused"
-    loss, _ = worlds.run(1, trained_beside_peft, sources["qwen3_moe"], tmp_path, layout)[0]
-    config = json.loads((tmp_path / "adapter" / peft_files.CONFIG_FILE).read_text())
-    if kind.startswith("old"):
-        old_files(tmp_path / "adapter")
-        config["peft_version"] = "0.18.1"
-    if "unknown" in kind:
-        del config["peft_version"]  # shapes tell the two apart unless matrices are square
-    (tmp_path / "adapter" / peft_files.CONFIG_FILE).write_text(json.dumps(config))
-    assert worlds.run(1, loss_of, sources["qwen3_moe"], tmp_path / "adapter")[0] == pytest.approx(loss, abs=1e-6)
+def test_every_spelling_of_experts_is_the_same_function(
+    sources: dict[str, Path], written: dict[str, tuple[Path, float]], tmp_path: Path
+) -> None:
+    kinds, acts = dict.fromkeys(("fused", "old", "old, version unknown"), "fused"), {}
+    for kind, layout in {**kinds, "per-expert": "per-expert"}.items():
+        at = shutil.copytree(written[f"qwen3_moe {layout}"][0], tmp_path / kind)
+        config = json.loads((at / peft_files.CONFIG_FILE).read_text())
+        if kind.startswith("old"):
+            old_files(at)
+            config["peft_version"] = "0.18.1"
+        if "unknown" in kind:
+            del config["peft_version"]  # shapes tell the two apart unless matrices are square
+        (at / peft_files.CONFIG_FILE).write_text(json.dumps(config))
+        acts[kind] = functools.partial(loss_of, sources["qwen3_moe"], at)
+    assert written["qwen3_moe fused"][1] == pytest.approx(written["qwen3_moe per-expert"][1], abs=1e-6)
+    losses = {kind: ranks[0] for kind, ranks in worlds.in_turn(1, acts).items()}
+    assert losses == pytest.approx(dict.fromkeys(acts, written["qwen3_moe fused"][1]), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        (dict(targets="gate_proj"), r"gate_proj without \S*up_proj.*both or neither"),
-        (dict(targets=["q_proj", "qkv"]), r"qkv match no linear layer.*q_proj"),
-        (dict(targets=["lm_head"]), r"lm_head match no linear layer"),
-        (dict(rank=0), r"lora\.rank=0 must be a whole number"),
-        (dict(dropout=0.1), r"lora\.dropout=0\.1 is not supported"),
-        (dict(path="/nowhere"), r"/nowhere is not a PEFT adapter"),
-        ({}, r"several adapters of one model are not supported"),
-    ],
-)
-def test_what_cannot_be_is_refused(sources: dict[str, Path], lora: dict[str, Any], message: str) -> None:
-    several: Any = {"chat": Lora(), "code": Lora()}
+REFUSED: dict[str, Any] = {
+    r"gate_proj without \S*up_proj.*both or neither": dict(targets="gate_proj"),
+    r"qkv match no linear layer.*q_proj": dict(targets=["q_proj", "qkv"]),
+    r"lm_head match no linear layer": dict(targets=["lm_head"]),
+    r"lora\.rank=0 must be a whole number": dict(rank=0),
+    r"lora\.dropout=0\.1 is not supported": dict(dropout=0.1),
+    r"/nowhere is not a PEFT adapter": dict(path="/nowhere"),
+    r"several adapters of one model are not supported": {},
+}
 
-    def load() -> None:
-        with pytest.raises(mw.MeshwrightError, match=message):
-            mw.load(sources["qwen3"], mw.Mesh(), lora=Lora(**lora) if lora else several)
 
-    worlds.run(1, load)
+def refused(load: Callable[[], object]) -> str:
+    with pytest.raises(mw.MeshwrightError) as error:
+        load()
+    return str(error.value)
+
+
+def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
+    def load(fields: dict[str, Any]) -> object:
+        several: Any = {"chat": Lora(), "code": Lora()}
+        return mw.load(sources["qwen3"], mw.Mesh(), lora=Lora(**fields) if fields else several)
+
+    acts = {message: functools.partial(refused, functools.partial(load, fields)) for message, fields in REFUSED.items()}
+    for message, (said,) in worlds.in_turn(1, acts).items():
+        assert re.search(message, said), (message, said)
 
 
 def gradients(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -196,7 +224,8 @@ def gradients(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 def test_experts_of_any_width(tmp_path: Path) -> None:
     """The grouped kernel takes rank 4 and 20 columns, 16 and 80 bytes, but not 38 rows of B: it failed in backward."""
     source = tiny.directory(tmp_path / "m", "qwen3_moe", hidden_size=38, num_hidden_layers=1, mlp_only_layers=[])
-    narrow, wide = (worlds.run(1, gradients, source, dtype)[0] for dtype in (torch.float32, torch.float64))
+    acts = {dtype: functools.partial(gradients, source, dtype) for dtype in (torch.float32, torch.float64)}
+    narrow, wide = (ranks[0] for ranks in worlds.in_turn(1, acts).values())
     for key, grad in wide.items():
         assert (narrow[key] - grad).norm() <= 1e-5 * grad.norm(), key
 
@@ -223,10 +252,11 @@ def test_a_base_of_fp8_codes_is_resumed_elsewhere_and_merged(sources: dict[str, 
     assert worlds.run(1, used, source, tmp_path, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
 
 
-def test_unknown_keys_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_unknown_keys_are_refused(
+    sources: dict[str, Path], written: dict[str, tuple[Path, float]], tmp_path: Path
+) -> None:
     """Engines that skip keys they do not know serve the base, or half of the adapter (sglang#27381)."""
-    worlds.run(1, trained_beside_peft, sources["qwen3_moe"], tmp_path, "per-expert")
-    at = tmp_path / "adapter" / peft_files.WEIGHTS_FILE
+    at = shutil.copytree(written["qwen3_moe per-expert"][0], tmp_path / "adapter") / peft_files.WEIGHTS_FILE
     tensors = load_file(at)
     extra = {key.replace("experts.0.", "experts.8."): t.clone() for key, t in tensors.items() if ".experts.0." in key}
     save_file({**tensors, **extra}, at)
@@ -266,21 +296,23 @@ def test_a_plan_counts_the_base_as_narrow_as_its_files(
         assert each["bytes"]["parameters"] == 2 * sum(piece.numel for piece in held) + 2 * (adapters + wide)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("use_dora", True, "use_dora=True is not supported"),
-        ("init_lora_weights", "pissa", "init_lora_weights='pissa' is not supported"),
-        ("modules_to_save", ["lm_head"], "modules_to_save"),
-        ("rank_pattern", {"q_proj": 7}, "rank_pattern"),
-        ("r", 5, r"rank and\s+targets must be those"),
-    ],
-)
+FOREIGN: dict[str, tuple[object, str]] = {
+    "use_dora": (True, "use_dora=True is not supported"),
+    "init_lora_weights": ("pissa", "init_lora_weights='pissa' is not supported"),
+    "modules_to_save": (["lm_head"], "modules_to_save"),
+    "rank_pattern": ({"q_proj": 7}, "rank_pattern"),
+    "r": (5, r"rank and\s+targets must be those"),
+}
+
+
 def test_foreign_adapters_are_refused(
-    sources: dict[str, Path], field: str, value: object, message: str, tmp_path: Path
+    sources: dict[str, Path], written: dict[str, tuple[Path, float]], tmp_path: Path
 ) -> None:
-    worlds.run(1, trained_beside_peft, sources["qwen3"], tmp_path, "fused")
-    at = tmp_path / "adapter" / peft_files.CONFIG_FILE
-    at.write_text(json.dumps({**json.loads(at.read_text()), field: value}))
-    with pytest.raises(mw.RankError, match=message):
-        worlds.run(1, loss_of, sources["qwen3"], tmp_path / "adapter")
+    acts = {}
+    for field, (value, _) in FOREIGN.items():
+        at = shutil.copytree(written["qwen3 fused"][0], tmp_path / field)
+        config = json.loads((at / peft_files.CONFIG_FILE).read_text())
+        (at / peft_files.CONFIG_FILE).write_text(json.dumps({**config, field: value}))
+        acts[field] = functools.partial(refused, functools.partial(loss_of, sources["qwen3"], at))
+    for field, (said,) in worlds.in_turn(1, acts).items():
+        assert re.search(FOREIGN[field][1], said), (field, said)

@@ -20,7 +20,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.engine.step_bill import step_bill
-from meshwright.recipe import Lora
+from meshwright.recipe import FOUR_BITS, Lora
 from meshwright.verify import Recorder
 from meshwright.weights import peft_files
 from tests import parts, quantised, tiny, trials, worlds
@@ -28,20 +28,36 @@ from tests import parts, quantised, tiny, trials, worlds
 DRAWN = Lora(rank=3, alpha=6.0, expert_rank=2, b_std=0.1)  # where B is 0, A has no gradient
 LIMIT = 1e-9  # of a gradient's norm
 
+
+def for_four_bits(at: Path, family: str, form: str = "", **changes: Any) -> Path:
+    """Write a base whose matrices have whole blocks: in bfloat16, which loading quantises, or in 4 bits."""
+    plain = tiny.directory(at / "values", family, dtype=torch.bfloat16, **{**tiny.in_blocks(family), **changes})
+    return quantised.in_groups(plain, at / "codes", form) if form else plain
+
+
 # Where the frozen base comes from. A format that stays quantised in memory is one more line here.
-BASES: Mapping[str, Callable[..., Path]] = {
+WIDE: Mapping[str, Callable[..., Path]] = {
     "float32": tiny.directory,
     "bfloat16": functools.partial(tiny.directory, dtype=torch.bfloat16),
     "fp8": lambda at, family, **changes: quantised.directory(
         tiny.directory(at / "values", family, **changes), at / "codes", quantised.ours(torch.float32)
     ),
 }
-QUANTISED = {"fp8"}  # those that stay so in memory
+FOUR: Mapping[str, Callable[..., Path]] = {
+    **dict.fromkeys(FOUR_BITS, for_four_bits),
+    **{f"{form} files": functools.partial(for_four_bits, form=form) for form in ("NVFP4", "MXFP4")},
+}
+BASES = {**WIDE, **FOUR}
+QUANTISED = {"fp8", *FOUR}  # those that stay so in memory
 DENSE, EXPERTS = ("qwen2", "qwen3", "qwen3_tied", "qwen3_5"), ("qwen3_moe", "qwen3_5_moe")
 MESHES: Mapping[str, Sequence[str]] = {  # tp=4 is more than the two kv heads
     **dict.fromkeys(("fsdp=2", "fsdp=3", "tp=2", "tp=4", "cp=2", "pp=2", "replicate=2,fsdp=2"), (*DENSE, *EXPERTS)),
     "fsdp=2,tp=2": DENSE,
     **dict.fromkeys(("fsdp=2,tp=2,ep=2", "fsdp=4,ep=4"), EXPERTS),
+}
+FOUR_MESHES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("fsdp=2", "fsdp=3", "tp=2", "pp=2"), ("qwen3", "qwen3_5", *EXPERTS)),
+    **dict.fromkeys(("fsdp=2,ep=2", "fsdp=2,tp=2,ep=2"), EXPERTS),
 }
 RECOMPUTE = ("none", "selective", "full")
 
@@ -65,6 +81,11 @@ class Case:
     @property
     def axes(self) -> Axes:
         return Axes(**{**dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1), **sizes(self.mesh)})
+
+    @property
+    def frozen(self) -> str | None:
+        """The form in which loading keeps the base, if it is not that of the files."""
+        return self.base if self.base in FOUR_BITS else None
 
     @property
     def num_batches(self) -> int:
@@ -95,10 +116,13 @@ QUICK = [
     Case("qwen3_moe", "pp=2", name="zero-bubble", fields={"pipeline": PIPELINES["zero-bubble"]}),
     Case("qwen3", "pp=2", name="the last stage", lora=LAST),
     Case("qwen3_tied", "replicate=2", "full"),
+    Case("qwen3", "fsdp=3", base="nf4"),
+    Case("qwen3_5", "tp=2", "selective", "nvfp4"),
+    Case("qwen3_moe", "fsdp=2,ep=2", "full", "NVFP4 files"),
 ]
 MORE = [
     *(Case(family, "pp=2", base=base, fields={"pipeline": pipeline}, name=f"{name} {base}", deep=True)
-      for name, pipeline in PIPELINES.items() for family in ("qwen3", "qwen3_5_moe") for base in BASES),
+      for name, pipeline in PIPELINES.items() for family in ("qwen3", "qwen3_5_moe") for base in WIDE),
     Case("qwen3_5_moe", "pp=2", name="zero-bubble, the last stage", lora=LAST,
          fields={"pipeline": PIPELINES["zero-bubble"]}),
     *(Case("qwen3_5_moe", "fsdp=2,tp=2,ep=2", name=name, fields=memory(**{name: True}))
@@ -107,8 +131,9 @@ MORE = [
 ]  # fmt: skip
 PRODUCT = [
     Case(family, mesh, recompute, base)
-    for mesh, families in MESHES.items()
-    for family, recompute, base in itertools.product(families, RECOMPUTE, BASES)
+    for meshes, kinds, bases in ((MESHES, RECOMPUTE, WIDE), (FOUR_MESHES, ("none", "full"), FOUR))
+    for mesh, families in meshes.items()
+    for family, recompute, base in itertools.product(families, kinds, bases)
 ]
 CASES = {str(case): case for case in ([*PRODUCT, *QUICK, *MORE] if parts.ALL else QUICK)}
 
@@ -116,27 +141,33 @@ Answer = tuple[list[dict[str, Tensor]], bool, list[str]]
 
 
 def trained(source: Path, case: Case, *, alone: bool = False) -> Answer:
-    """Return the gradients of two steps; whether the base kept its values; where the bill of the third is wrong."""
+    """Return the gradients of two steps; whether the base kept its values; where the bill is wrong, of the second and,
+    with options of a case, of a third."""
     mesh = trials.mesh_of({} if alone else sizes(case.mesh))
     fields = {} if alone else {**memory(recompute=case.recompute), **case.fields}
-    model = mw.load(source, mesh, dtype=torch.float64, lora=case.lora, **fields)
+    model = mw.load(source, mesh, dtype=torch.float64, lora=case.lora, frozen=case.frozen, **fields)
     assert bool(model.numbers) == (case.base in QUANTISED)
     engine, steps = mw.Engine(model, lr=1e-2, router_aux="previous" if case.axes.pp > 1 else "pooled"), []
     base = {name: t.clone() for name, t in model.stored().items() if name not in model.trained}
     ranks = range(case.axes.num_data_ranks) if alone else [mesh.data_rank]
     batches = [batch for rank in ranks for batch in tiny.batches(rank, num=case.num_batches)]
     for _ in range(2):
-        engine.backward(batches)
+        recorder = Recorder()
+        with recorder:
+            engine.backward(batches)
         steps.append(mw.gather(model, "grad"))
-        engine.update()
-    wrong = [] if alone else billed_otherwise(model, engine, batches)
+        with recorder:
+            engine.update()
+    wrong = [] if alone else billed_otherwise(model, engine, batches, recorder)
+    if case.fields and not alone:  # `step` sends what its halves do
+        with Recorder() as recorder:
+            engine.step(batches)
+        wrong += billed_otherwise(model, engine, batches, recorder)
     return steps, all(torch.equal(model.stored()[name], tensor) for name, tensor in base.items()), wrong
 
 
-def billed_otherwise(model: mw.Model, engine: mw.Engine, batches: Sequence[mw.Batch]) -> list[str]:
-    """Run a step and return the operations and ranks for which the bill has another number or other bytes."""
-    with Recorder() as recorder:
-        engine.step(batches)
+def billed_otherwise(model: mw.Model, engine: mw.Engine, batches: Sequence[mw.Batch], recorder: Recorder) -> list[str]:
+    """Return the operations and ranks for which the bill of a step has another number, or other bytes, than ran."""
     axes, rank = model.mesh.axes, model.mesh.rank
     sent, billed = Counter[tuple[str, tuple[int, ...], str]](), Counter[tuple[str, tuple[int, ...], str]]()
     for each in recorder.collectives:
