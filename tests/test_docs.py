@@ -29,7 +29,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE, INDEX = DOCS / "reference.md", DOCS / "README.md"
 WIDTH = 120  # of a line of prose; a row of a table cannot be broken
-SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3"}  # directories that examples load: a tiny model of the same family
+# Directories that examples load: a tiny model of the same family.
+SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3", "Qwen3.8-Flash-Next": "qwen4_exp"}
 
 
 def name_of(page: Path) -> str:
