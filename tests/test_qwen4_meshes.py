@@ -1,4 +1,4 @@
-"""Run Qwen4-Exp on every kind of mesh in float64, with every oracle: tables trained and frozen, however memory is saved.
+"""Run Qwen4-Exp on every kind of mesh in float64, with every oracle: tables trained and frozen, memory saved or not.
 
 Documents cross every border of ranks.
 """

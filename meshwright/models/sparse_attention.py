@@ -73,7 +73,7 @@ class Indexer(nn.Module):
         blocks = ops.blocks_of(docs.positions_T, index.size)
         keys_Bd = self.keys(k_Sd, blocks, docs)
         chosen_Tb = ops.replayed(lambda: ops.choose_blocks(q_Thd, keys_Bd, blocks, first, index.num).int())
-        return ops.Choice(chosen_Tb, blocks, docs.positions_T, first)
+        return ops.Choice(chosen_Tb, blocks, docs.positions_T, docs.bounds, first)
 
     def keys(self, k_Sd: Tensor, blocks: ops.TokenBlocks, docs: ops.Documents) -> Tensor:
         """Return the key of each block: the mean of raw keys, normalised, rotated as the first token of the block."""

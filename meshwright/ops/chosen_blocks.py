@@ -9,6 +9,7 @@ d their dims; H query heads, G key heads, K their dims.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -91,26 +92,37 @@ def _order(score_TB: Tensor) -> Tensor:
 
 
 class Choice(NamedTuple):
-    """The blocks that some queries of a stream have chosen, `[T, b]`. `first`: the place of the first query."""
+    """The blocks that some queries of a stream have chosen, `[T, b]`.
+
+    `bounds`: of the documents, on the host. `first`: the place of the first query.
+    """
 
     chosen_Tb: Tensor
     blocks: TokenBlocks
     positions_S: Tensor
+    bounds: tuple[int, ...]
     first: int = 0
 
     def part(self, start: int, stop: int) -> Choice:
         """Return the choice of some of the queries."""
         return self._replace(chosen_Tb=self.chosen_Tb[start:stop], first=self.first + start)
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Return the range of keys that any of the queries may see: from the beginning of the first one's document."""
+        return self.bounds[bisect_right(self.bounds, self.first) - 1], self.first + len(self.chosen_Tb)
+
     def visible_keys(self) -> Tensor:
-        """Return a mask `[T, S]` of the keys that each query sees: its blocks, and all behind the last whole block."""
-        num, device, size = len(self.positions_S), self.positions_S.device, self.blocks.size
+        """Return a mask of the keys of `reach` that each query sees: its blocks, and all behind the last whole one."""
+        (start, stop), device, size = self.reach, self.positions_S.device, self.blocks.size
+        num = stop - start
         mask = torch.zeros(len(self.chosen_Tb), num + 1, dtype=torch.bool, device=device)
         last_B = F.pad(self.blocks.last_B, (0, 1))  # there may be no block at all
-        keys_Tbr = last_B[self.chosen_Tb.long().clamp(min=0)][..., None] - torch.arange(size, device=device)
+        keys_Tbr = last_B[self.chosen_Tb.long().clamp(min=0)][..., None] - torch.arange(
+            start, start + size, device=device
+        )
         mask.scatter_(1, keys_Tbr.masked_fill((self.chosen_Tb == NO_BLOCK)[..., None], num).flatten(1), True)
-        stop = self.first + len(self.chosen_Tb)
-        back_TS = torch.arange(self.first, stop, device=device)[:, None] - torch.arange(num, device=device)
+        back_TS = torch.arange(self.first, stop, device=device)[:, None] - torch.arange(start, stop, device=device)
         tail_T1 = (self.positions_S[self.first : stop, None] + 1) % size
         return mask[:, :num] | ((back_TS >= 0) & (back_TS < tail_T1))
 
@@ -118,8 +130,8 @@ class Choice(NamedTuple):
 def block_attention(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
     """Attend to the keys that each query sees. -> o_THK
 
-    Exact and dense: all scores of some queries are computed at once and masked, in forward and again in backward. Kept
-    are q, k, v and the choices.
+    Exact and dense: the scores of some queries with all keys from the beginning of their documents are computed at once
+    and masked, in forward and again in backward. Kept are q, k, v and the choices.
     """
     o_THK: Tensor = _BlockAttention.apply(q_THK, k_SGK, v_SGK, choice)
     return o_THK
@@ -134,25 +146,29 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
         ctx.save_for_backward(q_THK, k_SGK, v_SGK, choice.chosen_Tb, choice.positions_S, *choice.blocks[1:])
-        ctx.size, ctx.first = choice.blocks.size, choice.first
-        parts = ((q_THK[at : at + QUERIES], choice.part(at, at + QUERIES)) for at in range(0, len(q_THK), QUERIES))
-        return torch.cat([_attended(q, k_SGK, v_SGK, part) for q, part in parts])
+        ctx.size, ctx.bounds, ctx.first = choice.blocks.size, choice.bounds, choice.first
+        out = []
+        for at in range(0, len(q_THK), QUERIES):
+            part = choice.part(at, at + QUERIES)
+            seen = slice(*part.reach)
+            out.append(_attended(q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen], part))
+        return torch.cat(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_THK: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_SGK, v_SGK, chosen_Tb, positions_S, *of_blocks = ctx.saved_tensors
-        choice, wide = (
-            Choice(chosen_Tb, TokenBlocks(ctx.size, *of_blocks), positions_S, ctx.first),
-            at_least_float32(k_SGK),
-        )
+        choice = Choice(chosen_Tb, TokenBlocks(ctx.size, *of_blocks), positions_S, ctx.bounds, ctx.first)
+        wide = at_least_float32(k_SGK)
         dk, dv, dq = k_SGK.new_zeros(k_SGK.shape, dtype=wide), v_SGK.new_zeros(v_SGK.shape, dtype=wide), []
         for at in range(0, len(q_THK), QUERIES):
-            q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK, v_SGK))
+            part = choice.part(at, at + QUERIES)
+            seen = slice(*part.reach)
+            q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen]))
             with torch.enable_grad():
-                o = _attended(q, k, v, choice.part(at, at + QUERIES))
+                o = _attended(q, k, v, part)
             part_dq, part_dk, part_dv = torch.autograd.grad(o, (q, k, v), d_THK[at : at + QUERIES])
             dq.append(part_dq)
-            dk += part_dk
-            dv += part_dv
+            dk[seen] += part_dk
+            dv[seen] += part_dv
         return torch.cat(dq), dk.to(k_SGK.dtype), dv.to(v_SGK.dtype), None

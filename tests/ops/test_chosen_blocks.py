@@ -32,7 +32,8 @@ def slow_seen(q, k, bounds, size, num):
 
 def chosen(q, k, docs, size, num, first=0):
     blocks = blocks_of(docs.positions_T, size)
-    return Choice(choose_blocks(q, block_keys(k, blocks), blocks, first, num), blocks, docs.positions_T, first)
+    ids = choose_blocks(q, block_keys(k, blocks), blocks, first, num)
+    return Choice(ids, blocks, docs.positions_T, docs.bounds, first)
 
 
 @quick
