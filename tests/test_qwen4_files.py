@@ -86,3 +86,18 @@ def test_a_hash_of_other_files_is_refused(tmp_path: Path, source: Path, name: st
     said = worlds.run(1, refused, tmp_path / "m", "**")[0]
     assert key in said
     assert str(int(tensors[key][-1])) in said
+
+
+class OfWholeMatrices(mw.AdamW):
+    """An optimizer that says that it looks at whole matrices, as Muon does."""
+
+    needs_whole_matrix = True
+
+
+def said_of_whole_matrices(source: Path) -> str:
+    model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, train="*")
+    return trials.error_of(lambda: mw.Engine(model, lr=1e-3, optimizer=OfWholeMatrices()))
+
+
+def test_no_optimizer_gathers_a_table(source: Path) -> None:
+    assert "layers.1.grams.table is spread by rows" in worlds.run(1, said_of_whole_matrices, source)[0]

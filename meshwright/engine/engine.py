@@ -61,6 +61,7 @@ from .validation import (
     check_engine,
     check_inference_mode,
     check_optimizer,
+    check_tables,
     check_trainable,
     check_trains,
     lr_of_step,
@@ -128,6 +129,7 @@ class Engine:
         check_inference_mode()
         check_engine(lr, loss, entropy)
         check_optimizer(optimizer)
+        check_tables(optimizer, model.table, model.trained)
         self.state_layout = state_layout(model, optimizer)
         refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)

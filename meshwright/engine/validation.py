@@ -19,6 +19,7 @@ from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
 from ..optim import Optimizer, within
+from ..sharding import Table
 
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
@@ -97,6 +98,16 @@ def check_optimizer(optimizer: object) -> None:
         raise ConfigError(
             f"optimizer={optimizer!r:.80} is not a mw.Optimizer; give mw.AdamW(betas=(0.9, 0.95)), or a subclass of "
             "mw.Optimizer"
+        )
+
+
+def check_tables(optimizer: Optimizer, table: Table, trained: Sequence[str]) -> None:
+    """Refuse to train a table by rows with an optimizer that looks at whole matrices: no rank ever holds one."""
+    by_rows = [name for name in trained if table[name].by_rows]
+    if optimizer.needs_whole_matrix and by_rows:
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs whole matrices, and {by_rows[0]} is spread by rows over all ranks; leave it "
+            "out of train=, or use mw.AdamW"
         )
 
 
