@@ -86,12 +86,21 @@ def summed_streams(real: Any, x_TC: Tensor, mixer: Any, streams: int, eps: float
     return mixed_TD * streams, inject_Tn
 
 
+@around(ngram_embedding, "_in_parts")
+def parts_by_name(real: Any, *args: Any) -> Any:
+    """Take `shard_10` before `shard_2`: on export every part goes back to where it came from."""
+    layout = real(*args)
+    keys = sorted(block.key for block in layout.blocks)
+    return replace(layout, blocks=tuple(b._replace(key=key) for b, key in zip(layout.blocks, keys, strict=True)))
+
+
 PLANTS: dict[str, Plant | None] = {
     "nothing": None,
     "blocks turned by their last token": turned_by_the_last_token,
     "own token forced in": own_token_forced_in,
     "later of equal blocks": later_of_equals,
     "streams summed": summed_streams,
+    "parts of a table by name": parts_by_name,
     "equal injections": around(ngram_embedding.ops, "write_streams")(
         lambda real, x_TC, out_TD, inject_Tn: real(x_TC, out_TD, torch.ones_like(inject_Tn))
     ),

@@ -1,7 +1,4 @@
-"""Run Qwen4-Exp on every kind of mesh in float64, with every oracle: tables trained and frozen, memory saved or not.
-
-Documents cross every border of ranks.
-"""
+"""Run Qwen4-Exp on every kind of mesh in float64, with every oracle. Documents cross every border of ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from meshwright.verify import Data, Finding, Trial
 from tests import parts, tiny, trials, worlds
 
 SHORT = 24
+TIES = dict(indexer_n_heads=1)  # a score is then 0 for every second block, and the choice among equals must not differ
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ CASES = [
     Case(dict(fsdp=2, cp=2, ep=4), "none", FROZEN),
 ]
 EIGHT = Case(dict(pp=2, fsdp=2, tp=2, ep=2), "selective", TRAINED, Short())
-FEW = [CASES[0], CASES[1], CASES[11], CASES[14]]
+FEW = [CASES[0], CASES[11], CASES[14]]
 TRIED = [*CASES, EIGHT] if parts.ALL else FEW
 
 
@@ -90,7 +88,7 @@ def trial_of(source: Path, case: Case) -> Trial:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("m") / "m", "qwen4_exp", dtype=torch.bfloat16)
+    return tiny.directory(tmp_path_factory.mktemp("m") / "m", "qwen4_exp", dtype=torch.bfloat16, **TIES)
 
 
 @pytest.fixture(scope="module")
