@@ -66,6 +66,8 @@ PAIRS: list[tuple[dict[str, int], dict[str, int]]] = [
     (dict(fsdp=2, tp=2, ep=2), dict(replicate=2, fsdp=2)),
 ]
 
+KINDS = parts.every(2, ("*", "**"))  # with tables of n-grams trained, and frozen
+
 
 def engine_of(source: Path, mesh: dict[str, int], trained: str) -> mw.Engine:
     model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, train=trained)
@@ -93,7 +95,7 @@ def test_checkpoints_move_between_meshes(source: Path, tmp_path: Path, pair: tup
     """Moments of a trained table too; a frozen one has none."""
 
     def on(mesh: dict[str, int], act: Callable[..., Any], *paths: Callable[[str], Path]) -> Any:
-        acts = {kind: partial(act, source, mesh, kind, *(path(kind) for path in paths)) for kind in ("*", "**")}
+        acts = {kind: partial(act, source, mesh, kind, *(path(kind) for path in paths)) for kind in KINDS}
         return worlds.in_turn(trials.world_of(mesh), acts)
 
     def folder(name: str) -> Callable[[str], Path]:
