@@ -12,7 +12,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import ops
 from meshwright.models import describe
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 from tests.plants import Patch, Plant, planted
 from tests.words import words
 
@@ -77,7 +77,7 @@ def gradients(source: Path, recompute: str, plant: Plant | None) -> dict[str, Te
         return mw.gather(model, "grad")
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", parts.every(2, ["full", "selective"]))
 def test_recomputed_layers_take_the_blocks_of_forward(source: Path, recompute: str) -> None:
     """Weights of one choice would meet gradients of another: finite, and wrong."""
     cases: dict[str, tuple[str, Plant | None]] = {
