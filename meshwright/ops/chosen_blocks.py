@@ -10,6 +10,8 @@ d their dims; H query heads, G key heads, K their dims.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .documents import documents
+from .kernels import NARROW, SLOW, TOLERANCE
+from .kernels.trials import agrees
+from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
 NO_BLOCK = -1
+Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 # Queries that are scored, or attend, at once: their scores are a row as long as the stream each.
 QUERIES = part_size(__name__, "QUERIES", 1024, small=5)
 
@@ -130,8 +137,10 @@ class Choice(NamedTuple):
 def block_attention(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
     """Attend to the keys that each query sees. -> o_THK
 
-    Exact and dense: the scores of some queries with all keys from the beginning of their documents are computed at once
-    and masked, in forward and again in backward. Kept are q, k, v and the choices.
+    By kernels/block_attention.py where it agrees with the formula: it reads only the keys that a query sees. The
+    formula is dense: the scores of some queries with all keys from the beginning of their documents are computed at
+    once and masked, in forward and again in backward. Kept are q, k, v and the choices; by the kernel also o and its
+    logsumexp.
     """
     o_THK: Tensor = _BlockAttention.apply(q_THK, k_SGK, v_SGK, choice)
     return o_THK
@@ -145,30 +154,108 @@ def _attended(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Te
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
-        ctx.save_for_backward(q_THK, k_SGK, v_SGK, choice.chosen_Tb, choice.positions_S, *choice.blocks[1:])
         ctx.size, ctx.bounds, ctx.first = choice.blocks.size, choice.bounds, choice.first
-        out = []
-        for at in range(0, len(q_THK), QUERIES):
-            part = choice.part(at, at + QUERIES)
-            seen = slice(*part.reach)
-            out.append(_attended(q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen], part))
-        return torch.cat(out)
+        kept = q_THK, k_SGK, v_SGK, choice.chosen_Tb, choice.positions_S, *choice.blocks[1:]
+        ctx.by_kernel = _has_kernel(q_THK, k_SGK, choice)
+        if not ctx.by_kernel:
+            ctx.save_for_backward(*kept)
+            return _forward((q_THK, k_SGK, v_SGK), choice)
+        o_THK, lse_TH = _by_kernel(q_THK, k_SGK, v_SGK, choice)
+        ctx.save_for_backward(*kept, o_THK, lse_TH)
+        return o_THK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_THK: Tensor) -> tuple[Tensor | None, ...]:
-        q_THK, k_SGK, v_SGK, chosen_Tb, positions_S, *of_blocks = ctx.saved_tensors
-        choice = Choice(chosen_Tb, TokenBlocks(ctx.size, *of_blocks), positions_S, ctx.bounds, ctx.first)
-        wide = at_least_float32(k_SGK)
-        dk, dv, dq = k_SGK.new_zeros(k_SGK.shape, dtype=wide), v_SGK.new_zeros(v_SGK.shape, dtype=wide), []
-        for at in range(0, len(q_THK), QUERIES):
-            part = choice.part(at, at + QUERIES)
-            seen = slice(*part.reach)
-            q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen]))
-            with torch.enable_grad():
-                o = _attended(q, k, v, part)
-            part_dq, part_dk, part_dv = torch.autograd.grad(o, (q, k, v), d_THK[at : at + QUERIES])
-            dq.append(part_dq)
-            dk[seen] += part_dk
-            dv[seen] += part_dv
-        return torch.cat(dq), dk.to(k_SGK.dtype), dv.to(v_SGK.dtype), None
+        q_THK, k_SGK, v_SGK, chosen_Tb, positions_S, *others = ctx.saved_tensors
+        choice = Choice(chosen_Tb, TokenBlocks(ctx.size, *others[:3]), positions_S, ctx.bounds, ctx.first)
+        if ctx.by_kernel:
+            return *_gradients_by_kernel((q_THK, k_SGK, v_SGK), choice, others[3:], d_THK), None
+        return *_gradients((q_THK, k_SGK, v_SGK), choice, d_THK), None
+
+
+def _forward(inputs: Inputs, choice: Choice) -> Tensor:
+    """Compute the formula for some queries at a time."""
+    q_THK, k_SGK, v_SGK = inputs
+    out = []
+    for at in range(0, len(q_THK), QUERIES):
+        part = choice.part(at, at + QUERIES)
+        seen = slice(*part.reach)
+        out.append(_attended(q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen], part))
+    return torch.cat(out)
+
+
+def _gradients(inputs: Inputs, choice: Choice, d_THK: Tensor) -> Inputs:
+    """Compute the scores of some queries again, and the gradients through them; keys sum in at least float32."""
+    q_THK, k_SGK, v_SGK = inputs
+    wide = at_least_float32(k_SGK)
+    dk, dv, dq = k_SGK.new_zeros(k_SGK.shape, dtype=wide), v_SGK.new_zeros(v_SGK.shape, dtype=wide), []
+    for at in range(0, len(q_THK), QUERIES):
+        part = choice.part(at, at + QUERIES)
+        seen = slice(*part.reach)
+        q, k, v = (x.detach().requires_grad_() for x in (q_THK[at : at + QUERIES], k_SGK[seen], v_SGK[seen]))
+        with torch.enable_grad():
+            o = _attended(q, k, v, part)
+        part_dq, part_dk, part_dv = torch.autograd.grad(o, (q, k, v), d_THK[at : at + QUERIES])
+        dq.append(part_dq)
+        dk[seen] += part_dk
+        dv[seen] += part_dv
+    return torch.cat(dq), dk.to(k_SGK.dtype), dv.to(v_SGK.dtype)
+
+
+def _has_kernel(q_THK: Tensor, k_SGK: Tensor, choice: Choice) -> bool:
+    """Tell whether kernels/block_attention.py attends here: on an accelerator where it agrees with the formula."""
+    if kind_of(q_THK.device) in SLOW or q_THK.dtype not in NARROW:
+        return False
+    kind = (q_THK.dtype, q_THK.shape[1:], k_SGK.shape[1:], choice.blocks.size)
+    trial = partial(_compare_kernel, q_THK, k_SGK, choice.blocks.size)
+    return q_THK.is_meta or agrees("block_attention", kind, q_THK.device, trial, TOLERANCE)
+
+
+def _seen(choice: Choice) -> Any:
+    """Return what the kernel reads of a choice."""
+    from .kernels.block_attention import Seen
+
+    chosen_Tb, size = choice.chosen_Tb.long(), choice.blocks.size
+    starts_Tb = F.pad(choice.blocks.last_B, (0, 1))[chosen_Tb.clamp(min=0)] - (size - 1)
+    tails_T = (choice.positions_S[choice.first : choice.first + len(chosen_Tb)] + 1) % size
+    counts_T = (chosen_Tb != NO_BLOCK).sum(1)
+    return Seen(starts_Tb.int(), counts_T.int(), tails_T.int(), choice.blocks.last_B, size, choice.first)
+
+
+def _by_kernel(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    if q_THK.is_meta:
+        return torch.empty_like(q_THK), q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+    from .kernels import block_attention as kernel
+
+    return kernel.attend(q_THK, k_SGK, v_SGK, _seen(choice))
+
+
+def _gradients_by_kernel(inputs: Inputs, choice: Choice, outputs: Sequence[Tensor], d_THK: Tensor) -> Inputs:
+    q_THK, k_SGK, v_SGK = inputs
+    if q_THK.is_meta:
+        wide = [x.new_empty(x.shape, dtype=torch.float32) for x in (k_SGK, v_SGK)]  # sums of all queries
+        return torch.empty_like(q_THK), wide[0].to(k_SGK.dtype), wide[1].to(v_SGK.dtype)
+    from .kernels import block_attention as kernel
+
+    return kernel.gradients(inputs, _seen(choice), (outputs[0], outputs[1]), d_THK)
+
+
+def _compare_kernel(q_THK: Tensor, k_SGK: Tensor, size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return outputs and gradients of a few documents, by the kernel and by the formula."""
+    docs, device = documents((1, 2, 67, 130), q_THK.device), q_THK.device
+    num, generator = docs.bounds[-1], torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = q_THK.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    inputs = normal(num, *q_THK.shape[1:]), normal(num, *k_SGK.shape[1:]), normal(num, *k_SGK.shape[1:])
+    d_THK, blocks, first = normal(num, *q_THK.shape[1:]), blocks_of(docs.positions_T, size), num // 2
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for at, q in ((0, inputs[0]), (first, inputs[0][first:])):  # the whole stream, and its last part
+        chosen = choose_blocks(normal(len(q), 2, 8), normal(len(blocks.last_B), 8), blocks, at, 5)
+        choice, d = Choice(chosen, blocks, docs.positions_T, docs.bounds, at), d_THK[at:]
+        by_kernel = _by_kernel(q, *inputs[1:], choice)
+        results[0].extend([by_kernel[0], *_gradients_by_kernel((q, *inputs[1:]), choice, by_kernel, d)])
+        results[1].extend([_forward((q, *inputs[1:]), choice), *_gradients((q, *inputs[1:]), choice, d)])
+    return results
