@@ -20,6 +20,7 @@ DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
 EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, as experts are spread over them
 REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
 TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks among which the tokens of a micro-batch are divided
+STAGE = ("fsdp", "cp", "tp")  # the ranks of a replica that hold a pipeline stage between them
 DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts of it
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
 

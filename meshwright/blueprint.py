@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ class Blueprint:
     def _trained_by(self, patterns: Sequence[str]) -> list[str]:
         """Return the parameters that patterns train: none without a gradient, and a table only if one names it."""
         able = {param.name: param for param in self.table if param.trains != NEVER}
+        for pattern in patterns:
+            matched = [param.name for param in self.table if fnmatchcase(param.name, pattern)]
+            if matched and able.keys().isdisjoint(matched):
+                raise ConfigError(f"train={pattern!r} names {matched[0]}, which has no gradient; leave it out")
         named = {*matching([pattern for pattern in patterns if pattern != "**"], able, "train")}
         every = "**" in patterns
         return [name for name, param in able.items() if name in named or (every and param.trains == ALWAYS)]

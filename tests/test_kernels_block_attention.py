@@ -59,8 +59,8 @@ def test_against_the_formula(case, monkeypatch):
 
 PLANTS: dict[str, tuple[str, str]] = {
     "the tail of forward starts one early": (
-        "first + t - tail + 1 + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _l",
-        "first + t - tail + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _l",
+        "tail + 1 + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _load",
+        "tail + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _load",
     ),
     "no tail in forward": (
         "for at in range(0, count + PER, PER):  # the last", "for at in range(0, count, PER):  # the last",

@@ -40,15 +40,16 @@ class Linear(Quantisable):
     """
 
     low = True  # whether the weight may be quantised, in files and for matmuls
+    steep = False  # whether rounding decides its gradient (`sharding.Param`)
 
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
-        key: str = "", bias: bool = False, layouts: Sequence[Layout] = (), steep: bool = False,
+        key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         at = None if layouts else key + ".weight"
         init = Init("normal", std)
-        self.weight = weight(rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=steep)
+        self.weight = weight(rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=self.steep)
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
         self.lora: Adapter | None = None
 

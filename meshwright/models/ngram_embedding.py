@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..sharding import IF_NAMED, OWN, SHARE, Block, Box, Door, Halo, Init, Layout, Lookup, weight
+from ..sharding import IF_NAMED, OWN, SHARE, Block, Box, Constants, Door, Halo, Init, Layout, Lookup, weight
 from .decoder import Shape
 from .hf_config import Json, divides, take
 from .linear import Linear
@@ -25,13 +25,21 @@ def hash_of(config: Json, vocab: int, number: int) -> ops.NgramHash:
     """Read the hash of table `number`, from 0."""
     end = config.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
-    if type(end) is not int or end < 0:
+    if type(end) is not int or not 0 <= end < vocab:
         raise ConfigError(f"config.json: eos_token_id={end!r:.200}; n-grams end at it, so it must be a token")
+    if take(config, "ngram_size", int, 3) < 2:
+        raise ConfigError("config.json: ngram_size=1; n-grams have at least 2 tokens")
     return ops.NgramHash(
         vocab, take(config, "ngram_size", int, 3), take(config, "heads_per_ngram", int, 8),
         take(config, "ngram_vocab_size_base", int, 20_000_000),
         take(config, "make_ngram_vocab_size_divisible_by", int, 128), take(config, "seed", int, 1234), end, number,
     )  # fmt: skip
+
+
+class KeyLinear(Linear):
+    """Keys of n-grams. Rounding decides the gradients of what the gate's root sees: it is as steep as 500 near 0."""
+
+    steep = True
 
 
 class NgramEmbedding(nn.Module):
@@ -52,8 +60,7 @@ class NgramEmbedding(nn.Module):
         self.table = weight(
             rows, {"code": width}, layouts=[layout], init=init, by_rows=True, trains=IF_NAMED, steep=True
         )
-        # Rounding decides the gradients of what the gate's root sees: it is as steep as 500 near 0.
-        self.key = Linear(wide, {"grams": E}, shape.std, key=at + "key_proj", steep=True)
+        self.key = KeyLinear(wide, {"grams": E}, shape.std, key=at + "key_proj")
         self.value = Linear({"embed": shape.width}, {"grams": E}, shape.std, key=at + "value_proj")
         self.norm_key, self.norm_query, self.norm_conv = (
             weight(wide, key=f"{at}norm_{name}.weight", decay=False, init=Init("zeros"), steep=name != "conv")
@@ -66,7 +73,7 @@ class NgramEmbedding(nn.Module):
         # The hash of files must be that of the config: another vocabulary size or seed reads other rows.
         hashed = {"layer_multipliers": self.hash.multipliers, "ngram_heads_vocab_sizes": self.hash.rows_of_heads,
                   "ngram_heads_offsets": self.hash.offsets}  # fmt: skip
-        self.constants = {key + name: tuple(values) for name, values in hashed.items()}
+        self.constants = Constants({key + name: tuple(values) for name, values in hashed.items()})
 
     def rows(self, docs: ops.Documents, dtype: torch.dtype) -> Tensor:
         """Look up the rows of own tokens. -> e_TE"""

@@ -20,7 +20,7 @@ from .qwen3 import PLAIN, heads_of, shape_of
 from .qwen3_5 import FULL, LINEAR, DeltaNet, Mixer, delta_of
 from .qwen3_5_moe import SharedMoE
 from .qwen3_moe import balance_of, routing_of
-from .rope_config import rotary_of, sections_of
+from .rope_config import rope_fields, rotary_of, sections_of
 from .sparse_attention import SparseAttention, index_of
 
 _SPARSE = (FULL, "indexed_attention")  # published files say the first, those that transformers writes the second
@@ -53,7 +53,7 @@ def _backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     if shape.streams == 1:
         raise ConfigError("config.json: hc_count=1; residual streams are at least 2")
     kinds = _layer_types(config)
-    has_sections = sum(_SECTIONS) == rotary.dim // 2 or config.get("rope_parameters", {}).get("mrope_section")
+    has_sections = sum(_SECTIONS) == rotary.dim // 2 or rope_fields(config).get("mrope_section")
     sections = sections_of(config, rotary.dim // 2, _SECTIONS) if has_sections else None
     index = index_of(config, rotary, sections) if set(kinds) & {*_SPARSE} else None
 

@@ -59,7 +59,6 @@ class Indexer(nn.Module):
         # Raw keys of all parts of the stream: blocks are pooled afterwards, alike on all ranks, wherever parts begin.
         self.all_k = Join(swap, index.dim, serves=swap.heads.size, has_gradient=False)
 
-    @ops.uncompiled  # which way it goes depends on the lengths of documents
     @torch.no_grad()
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> ops.Choice | None:
         """Return what each query of this part sees; None where that is every token before it."""
@@ -99,10 +98,13 @@ class SparseAttention(Attention):
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD = self.enter(x_TD)
-        choice = self.indexer(x_TD, rope, docs)
         q_THK, k_SGK, v_SGK, gate = self.project(x_TD, rope)
+        return self.output(self.attend(x_TD, rope, docs, (q_THK, k_SGK, v_SGK)), gate)
+
+    @ops.uncompiled  # which way it goes, and which keys are read, depends on the lengths of documents
+    def attend(self, x_TD: Tensor, rope: Rope, docs: ops.Documents, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Let the queries see what the indexer chooses for them."""
+        choice = self.indexer(x_TD, rope, docs)
         if choice is None:
-            o_THK = ops.attention(q_THK, k_SGK, v_SGK, docs, self.swap.group * len(q_THK))
-        else:
-            o_THK = ops.block_attention(q_THK, k_SGK, v_SGK, choice)
-        return self.output(o_THK, gate)
+            return ops.attention(*qkv, docs, self.swap.group * len(qkv[0]))
+        return ops.block_attention(*qkv, choice)

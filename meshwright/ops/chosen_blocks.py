@@ -117,6 +117,8 @@ class Choice(NamedTuple):
     @property
     def reach(self) -> tuple[int, int]:
         """Return the range of keys that any of the queries may see: from the beginning of the first one's document."""
+        if self.chosen_Tb.is_meta:  # a plan: of all parts of a stream the last one needs most
+            return 0, len(self.positions_S)
         return self.bounds[bisect_right(self.bounds, self.first) - 1], self.first + len(self.chosen_Tb)
 
     def visible_keys(self) -> Tensor:
@@ -147,8 +149,11 @@ def block_attention(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice)
 
 
 def _attended(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_SGK, v_SGK))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=choice.visible_keys(), enable_gqa=True)[0].transpose(0, 1)
+    # Keys are repeated for their query heads: torch's fast kernels take a mask, or grouped heads, but not both.
+    serves = q_THK.shape[1] // k_SGK.shape[1]
+    wide = (x[:, :, None].expand(-1, -1, serves, -1).flatten(1, 2) for x in (k_SGK, v_SGK))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, *wide))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=choice.visible_keys())[0].transpose(0, 1)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -88,9 +88,10 @@ class LocalOptimizer:
 
     def fuses(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
         """Tell whether `step` can clip: whether the optimizer has a fused update for each of the pieces."""
-        if self.quantised or not grads or any(name in self.by_rows for name in grads):
+        dense = {name: grad for name, grad in grads.items() if name not in self.by_rows}
+        if self.quantised or not dense:
             return False
-        pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in grads.items())
+        pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in dense.items())
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
 
     @torch.no_grad()
@@ -101,11 +102,12 @@ class LocalOptimizer:
         whole = self.options.needs_whole_matrix  # a rank with an empty piece takes part in gathering
         stored = {name: t for name, t in stored.items() if name in grads and (whole or t.numel())}
         self.make_state(stored)
-        for name in [name for name in stored if name in self.by_rows]:
-            self._update_rows(name, stored.pop(name), grads[name], lr)
+        tables = {name: stored.pop(name) for name in [*stored] if name in self.by_rows}
         if clip is not None:
-            self._step_fused(stored, grads, lr, clip)
-        else:
+            self._step_fused(stored, grads, lr, clip)  # raises before anything is written
+        for name, table in tables.items():
+            self._update_rows(name, table, grads[name], lr, clip)
+        if clip is None:
             if self._updated != [*stored]:
                 self._updated, self._parts = [*stored], list(self._divided(stored))
             for part in self._parts:
@@ -129,16 +131,17 @@ class LocalOptimizer:
             for slices in uncut if self.options.needs_whole_matrix else _parts(some, self.quantised):
                 yield Part(slices, decays, all(self._is_live(name, at, stored[name]) for name, at in slices))
 
-    def _update_rows(self, name: str, table: Tensor, grad: Tensor, lr: float) -> None:
+    def _update_rows(self, name: str, table: Tensor, grad: Tensor, lr: float, clip: Clip | None) -> None:
         """Update the rows of a table that have a gradient, in slices; all others keep their bytes, and their state.
 
         That is another optimizer than an update of all rows, which would decay rows that no token met and move them by
         old momentum (torch.optim.SparseAdam is of this kind). Bias correction counts the steps of the run.
         """
         rows, most = grad.any(1).nonzero().squeeze(1), max(_PART // table.shape[1], 1)
+        factor = 1.0 if clip is None else (clip.max_norm / clip.norm).clamp(max=1.0).to(grad.dtype)
         for some in rows.split(most):
             weight, state = table[some], [each[some].to(table.dtype) for each in self.state[name]]
-            slices = Slices([name], [weight], [grad[some]], tuple([each] for each in state))
+            slices = Slices([name], [weight], [grad[some] * factor], tuple([each] for each in state))
             self.options.update(slices, lr=lr, step=self.steps + 1, decays=name in self.decayed)
             for kept, new in zip((table, *self.state[name]), (weight, *state), strict=True):
                 kept[some] = new.to(kept.dtype)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..axes import DENSE, REPLICA, TOKENS, Axes
+from ..axes import DENSE, REPLICA, STAGE, TOKENS, Axes
 from ..errors import LayoutError
 from ..mesh import Mesh
 from ..ops.codings import Coding, in_memory
@@ -56,7 +56,7 @@ from .run_step import Scores, run, run_forward
 # The process groups that a step uses, apart from those of the final gradient all-reduces.
 _AXES = (
     DENSE, TOKENS, ("pp",), ("pp", "cp"), ("tp",), ("cp",), ("cp", "tp"), ("ep",), ("replicate",), ("fsdp", "cp"),
-    ("efsdp",),
+    ("efsdp",), STAGE,
 )  # fmt: skip
 
 

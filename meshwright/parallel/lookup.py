@@ -1,9 +1,9 @@
-"""Look up rows of a table that all ranks of a pipeline stage hold between them, and bring halos to own tokens.
+"""Look up rows of a table that the ranks of a pipeline stage hold between them, and bring halos to own tokens.
 
 An n-gram table has as many elements as the rest of the model (51 billion in Qwen3.8-Flash-Next), and a token reads 16
 rows of 160. FSDP would gather all of it. So rows stay where they are: each rank asks the owners for the rows of its own
 tokens by all-to-all, and their gradients go back the same way. An owner's gradient is then complete, and nothing is
-left to sum.
+left to sum but over replicas (HSDP), each of which has a table of its own: a call on one replica needs no other.
 
 Shapes: N rows that own tokens look up, in the order of the tokens; M rows that all ranks ask of this one; W width.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..axes import DATA_RANK, TOKENS
+from ..axes import DATA_RANK, STAGE
 from ..mesh import Mesh
 from ..mesh.collectives import AllToAll, all_to_all
 from ..sharding import Halo, Lookup, ShardingSpec, chunk, find_doors, look_up, piece
@@ -28,11 +28,11 @@ from .context import gather_parts
 
 def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
     """Give every `Lookup` door its all-to-alls over the ranks of a stage, and every `Halo` door its all-gather."""
-    axes, num_ranks = mesh.axes, prod(mesh.axes.sizes(TOKENS))
+    axes, num_ranks = mesh.axes, prod(mesh.axes.sizes(STAGE))
     for name, door in find_doors(model, Lookup) if num_ranks > 1 else ():
         own = piece(spec.table[door.parameter(name)], spec.rules, axes, mesh.coords)
         step = chunk(own.param.matrix[0], num_ranks, 0)[1]
-        door.armed = partial(_from_owners, owners=_Owners(num_ranks, step, own.lo), group=mesh.name_of(TOKENS), at=name)
+        door.armed = partial(_from_owners, owners=_Owners(num_ranks, step, own.lo), group=mesh.name_of(STAGE), at=name)
     for name, halo in find_doors(model, Halo) if axes.cp * axes.tp > 1 else ():
         halo.parts, halo.part = axes.cp * axes.tp, mesh.coords["cp"] * axes.tp + mesh.coords["tp"]
         halo.armed = partial(gather_parts, size=halo.parts, group=mesh.name_of(DATA_RANK), name=name)

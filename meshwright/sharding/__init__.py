@@ -42,6 +42,7 @@ from .params import (
     IF_NAMED,
     NEVER,
     Block,
+    Constants,
     Declared,
     Init,
     Layout,

@@ -13,7 +13,7 @@ from math import prod
 
 from torch import nn
 
-from ..axes import DATA_RANK, TOKENS, Axes, Sum
+from ..axes import DATA_RANK, STAGE, Axes, Sum
 from ..ops.codings import Coding
 from .backward_reach import begins_in, part_of, passed
 from .context_split import head_splits
@@ -259,13 +259,13 @@ def _lookups(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
 
     Bytes do not depend on the data in sum over the ranks: each asks for as many rows as its tokens need.
     """
-    num_ranks, tokens = prod(axes.sizes(TOKENS)), work.tokens // prod(axes.sizes(DATA_RANK))
+    num_ranks, tokens = prod(axes.sizes(STAGE)), work.tokens // prod(axes.sizes(DATA_RANK))
     for name, door in find_doors(model, Lookup):
         asked = tokens * door.rows
-        yield Charge(f"{name}, counts", "all_to_all", TOKENS, num_ranks * 8, work.num_batches)
-        yield Charge(f"{name}, row numbers", "all_to_all", TOKENS, asked * 8, work.num_batches)
+        yield Charge(f"{name}, counts", "all_to_all", STAGE, num_ranks * 8, work.num_batches)
+        yield Charge(f"{name}, row numbers", "all_to_all", STAGE, asked * 8, work.num_batches)
         back = work.num_batches * (door.parameter(name) not in work.frozen)
-        yield Charge(name, "all_to_all", TOKENS, asked * door.width * work.compute_bytes, work.num_batches + back)
+        yield Charge(name, "all_to_all", STAGE, asked * door.width * work.compute_bytes, work.num_batches + back)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], without: Collection[str] = ()) -> int:

@@ -208,6 +208,13 @@ def belongs_to(module: nn.Module, *, layer: int | None = None, first: bool = Fal
 
 
 @dataclass(frozen=True)
+class Constants:
+    """Numbers that files hold and a config implies, by key: they are carried along, and compared when loading."""
+
+    values: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Table:
     """All declarations of a model by name, and which keys of its files are neither declared nor lost."""
 
@@ -254,7 +261,8 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
         params[name] = replace(parameter.param, name=name, tied=name == tied)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
-    constants = {k: v for module in model.modules() for k, v in getattr(module, "constants", {}).items()}
+    declared = (each for module in model.modules() for each in vars(module).values() if isinstance(each, Constants))
+    constants = {key: numbers for each in declared for key, numbers in each.values.items()}
     table = Table(params, tuple(carried), constants, num_first_layers)
     check_cover(table)
     return table

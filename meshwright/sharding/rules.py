@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes import DENSE, ENDS, EXPERT, TOKENS, Axes
+from ..axes import DENSE, ENDS, EXPERT, STAGE, Axes
 from ..errors import LayoutError
 from ..recipe import Recipe
 from .boxes import Box, check_tiling, chunk, interval
@@ -193,10 +193,10 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
     """Place a parameter: experts on the expert view of the ranks, all else on the dense one.
 
     float32 parameters (decay rates, gates) are few and small; they stay out of FSDP, which would cast them. The rows of
-    a table are spread over all ranks of a stage: each has one holder, and so a complete gradient.
+    a table are spread over the ranks of a stage: a row has one holder in each replica, and there a complete gradient.
     """
     if param.by_rows:
-        return Placement({}, TOKENS, ())
+        return Placement({}, STAGE, ("replicate",))
     split = rules.split(param.dims, axes, param.name)
     expert = any(rules.axis.get(dim) == "ep" for dim in param.dims)
     mesh_view = EXPERT if expert else DENSE

@@ -30,7 +30,8 @@ from .reference import Findings, Run, everywhere, fresh_weights, lr_of_trial, un
 from .results import Finding
 from .weight_checks import checksum_of, weight_differences
 
-_STEEP = 30  # how much more rounding may move a gradient that comes through a steep function
+_STEEP = 30.0  # how much more rounding may move a gradient that comes through a steep function
+_LESS_THAN_LOST = 0.9  # of its norm: a gradient of zeros is 1 off
 
 
 def w1_load(run: Run) -> Findings:
@@ -181,7 +182,9 @@ def _moved(run: Run, key: str) -> float:
     """
     made_of = blocks_by_key(run.model.table, run.model.keymap.choice)
     steep = any(param.steep for param, _ in made_of.get(key, ()))
-    return _STEEP if steep and run.trial.dtype != torch.float64 else 1.0
+    if not steep or run.trial.dtype == torch.float64:
+        return 1.0
+    return max(1.0, min(_STEEP, _LESS_THAN_LOST / run.trial.tolerance.grad))
 
 
 def _compared_together(run: Run, names: list[str]) -> list[list[str]]:
