@@ -76,7 +76,8 @@ OTHERS = {
         "ops.kernels.logits._BLOCK", "ops.kernels.logits._NUM_WARPS", "ops.kernels.fp8_blocks._SIDE",
         "ops.kernels.fp8_blocks._ROWS", "ops.kernels.fp8_blocks._MATRIX_WARPS",
         "ops.kernels.unused_experts._BLOCK", "ops.kernels.row_sums._BLOCK", "ops.kernels.adamw._BLOCK",
-        "ops.kernels.launch._ALIGNED",
+        "ops.kernels.launch._ALIGNED", "ops.kernels.block_attention._KEYS", "ops.kernels.block_attention._ROWS",
+        "ops.kernels.block_attention._LEAST",
     },
     "which small files are copied from where they lie (tests/test_export_places.py)": {
         "weights.small_files._KEPT_BYTES",

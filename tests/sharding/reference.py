@@ -105,6 +105,8 @@ def stored_ids(param: Param, axes: Axes, at: dict[str, int]) -> torch.Tensor:
     matrix = ids.reshape(rows, *([prod(ids.shape[num_rows:])] if param.cols else []))
     if is_expert(param):
         return chunks(matrix, axes.fsdp * axes.cp * axes.tp // axes.ep)[at["efsdp"]]
+    if param.by_rows:
+        return chunks(matrix, axes.fsdp * axes.cp * axes.tp)[(at["fsdp"] * axes.cp + at["cp"]) * axes.tp + at["tp"]]
     if param.float32:
         return matrix
     return chunks(matrix, axes.fsdp * axes.cp)[at["fsdp"] * axes.cp + at["cp"]]
@@ -112,7 +114,7 @@ def stored_ids(param: Param, axes: Axes, at: dict[str, int]) -> torch.Tensor:
 
 def num_holders(param: Param, axes: Axes) -> int:
     """Count the ranks of a stage that hold each element."""
-    if is_expert(param):
+    if is_expert(param) or param.by_rows:
         return axes.replicate
     tp_splits = any(is_split(dim, size, axes) for dim, size in param.dims.items())
     return axes.replicate * (1 if tp_splits else axes.tp) * (axes.fsdp * axes.cp if param.float32 else 1)
