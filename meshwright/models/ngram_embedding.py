@@ -1,6 +1,6 @@
 """Embeddings of hashed n-grams, added to the residual streams of a layer (Qwen4-Exp's PLE; Engram, arXiv 2601.07372).
 
-The rows of the table are spread over all ranks of a pipeline stage (`sharding.Lookup`). Its gradient and optimizer
+The rows of the table are spread over the ranks of a pipeline stage (`sharding.Lookup`). Its gradient and optimizer
 state would be as large as those of the rest of the model, so it is trained only where `train` names it.
 
 Shapes: T own tokens, n residual streams, D width of one, C = n D, h hashed heads, E width of their rows together.

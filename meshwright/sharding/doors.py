@@ -241,7 +241,7 @@ class Halo:
 
 
 class Lookup:
-    """The door to a table whose rows are spread over all ranks of a stage: row numbers -> rows.
+    """The door to a table whose rows are spread over the ranks of a stage: row numbers -> rows.
 
     `rows`: how many rows each own token looks up, each `width` wide. `table`: the attribute of the same module that
     holds the parameter. When armed: three all-to-alls, for counts, row numbers and rows, and one in backward where the

@@ -91,7 +91,7 @@ class Param:
     optional: bool = False  # a source may lack it: it is then new
     low: bool = False  # files may hold it quantised, with a scale for each block
     adapter: bool = False  # a factor of an adapter (LoRA): new, and in files of its own
-    by_rows: bool = False  # a table whose rows are spread over all ranks of a stage, and looked up by all-to-alls
+    by_rows: bool = False  # a table whose rows are spread over the ranks of a stage, and looked up by all-to-alls
     trains: str = ALWAYS
     steep: bool = False  # its gradient comes through a function so steep that rounding moves it far
     name: str = ""
