@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import meshwright as mw
 from meshwright import ops
 from meshwright.axes import DATA_RANK, TOKENS
 from meshwright.parallel import context, lookup
 from meshwright.sharding import Halo, Lookup, chunk, look_up
-from tests import parts, trials, worlds
+from tests import parts, tiny, trials, worlds
 
 WIDTH = 5
 ASKED: dict[str, tuple[int, Callable[[int, int], list[int]]]] = {
@@ -111,3 +113,17 @@ def _with_gradients(conv: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight:
 def test_halos_of_short_parts(mesh: dict[str, int]) -> None:
     cases = {str(lengths): partial(convolved, mesh, lengths) for lengths in STREAMS}
     worlds.in_turn(trials.world_of(mesh), cases)
+
+
+def scores_alone(source: Path) -> str:
+    """Let the first replica score once more than the second: calls of one replica need no other."""
+    model = mw.load(source, trials.mesh_of(dict(replicate=2)), dtype=torch.float32)
+    batch = mw.pack([[1, 2, 3, 4, 5]], length=8)
+    said = [trials.error_of(lambda: mw.logprobs(model, batch)) for _ in range(2 - model.mesh.coords["replicate"])]
+    dist.barrier()
+    return "".join(said)
+
+
+def test_a_replica_needs_no_other(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen4_exp", dtype=torch.bfloat16)
+    assert worlds.run(2, scores_alone, source) == ["", ""]
