@@ -67,6 +67,7 @@ class StepOutputs:
 
     `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
     output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
+    `odd_shapes`: both shapes of parameters that have another one in files.
 
     Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
     """
@@ -79,6 +80,7 @@ class StepOutputs:
     probs: Sequence[Tensor] = ()
     parts: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 1
+    odd_shapes: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_meshwright(
@@ -193,7 +195,7 @@ def unsupported(source: Path) -> str:
 def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path | None = None) -> StepOutputs:
     """Run the same step with the model of transformers, in float32; with the layers of peft if there is an adapter."""
     with_experts = _has_experts(source)
-    model, prints = _model(source, with_experts), list[dict[str, Tensor]]()
+    (model, odd), prints = _loaded(source, with_experts), list[dict[str, Tensor]]()
     if adapter is not None:
         _with_adapter(model, adapter)  # in place: the model itself then has peft's layers
     routed = {"output_router_logits": True} if with_experts else {}
@@ -216,7 +218,7 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
-    return StepOutputs(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints))
+    return StepOutputs(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints), odd_shapes=odd)
 
 
 def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
@@ -354,13 +356,22 @@ def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tup
 
 def _model(source: Path, with_experts: bool) -> Any:
     """Load transformers' model in float32 with its plainest kernels: faster ones for experts want rows of 16 bytes."""
+    return _loaded(source, with_experts)[0]
+
+
+def _loaded(source: Path, with_experts: bool) -> tuple[Any, dict[str, str]]:
+    """Load transformers' model. -> the model; its parameters that have another shape than in the files, which they do
+    not take"""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
-    kind = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(source, dtype=torch.float32, **plain).eval()
+    plain: Any = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
+    kind: Any = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
+    plain |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, info = kind.from_pretrained(source, dtype=torch.float32, **plain)
+    odd = info["mismatched_keys"]
+    return model.eval(), {key: f"{[*files]} in our files, {[*own]} there" for key, files, own in odd}
 
 
 def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **routed: bool) -> Any:
