@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.errors import ConfigError, RankError
 from meshwright.plan import TINY
@@ -43,7 +44,7 @@ from meshwright.verify import (
 )
 from meshwright.verify.report import ROWS
 from tests import parts, tiny
-from tests.published_configs import QWEN2, QWEN3_5, QWEN3_30B_A3B, QWEN3_NEXT
+from tests.published_configs import QWEN2, QWEN3_5, QWEN3_30B_A3B, QWEN3_NEXT, QWEN4_EXP
 from tests.words import words
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +146,16 @@ def test_shrunk_depth_has_every_kind_of_layer() -> None:
     assert shrink({**QWEN3_30B_A3B, "mlp_only_layers": [0, 1, 2]}, 1)["num_hidden_layers"] == 4
     assert shrink({**QWEN3_30B_A3B, "mlp_only_layers": [0, 1, 2]}, 1)["mlp_only_layers"] == [0, 1, 2]
     assert shrink({**QWEN3_30B_A3B, "decoder_sparse_step": 5}, 1)["num_hidden_layers"] == 5
+
+
+@pytest.mark.parametrize("fp8", [None, "block"])
+def test_a_shrunk_table_has_uneven_rows_in_many_parts(fp8: str | None) -> None:
+    config = {**QWEN4_EXP, "text_config": {**QWEN4_EXP["text_config"], "eos_token_id": [5, 6]}}
+    small = shrink(config, 2, block=128 if fp8 else 0)
+    table = Blueprint.of(small, None, Recipe(fp8=fp8)).table["layers.1.grams.table"]  # refuses too narrow heads
+    assert table.rows["gram"] % 2 == 1
+    assert len(table.layouts[0].blocks) > 10
+    assert small["text_config"]["eos_token_id"] == [7, 9]
 
 
 def test_verify_uses_the_source_layout_of_experts(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ _WIDTHS = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
-# Sizes that no axis cuts and that need not be whole blocks: mixers of residual streams, indexers, n-gram tables.
+# Sizes that no axis cuts evenly and that need not be whole blocks: mixers of residual streams; indexers, with more dims
+# than a head can rotate, and so few heads that often all of their scores are 0, and blocks tie; n-gram tables, with an
+# odd number of rows in more than 10 parts.
 _OTHERS = {
-    "hc_lowrank": 12, "indexer_head_dim": 12, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 36,
-    "split_ngram_parts": 12,
+    "hc_lowrank": 12, "indexer_n_heads": 2, "indexer_head_dim": 18, "ngram_vocab_size_base": 40,
+    "make_ngram_vocab_size_divisible_by": 39, "split_ngram_parts": 13,
 }  # fmt: skip
-_END = 7  # the token that ends a text, in the small vocabulary
+_END = 7  # the token that ends a text, in the small vocabulary; of a list the first, each two after the one before
 
 
 def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: in
 
 
 def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
-    """Make heads and experts one block wide, MLPs one per tp rank, and hidden states two or more.
+    """Make heads, also of an indexer, and experts one block wide, MLPs one per tp rank, and hidden states two or more.
 
     FP8 and 8-bit optimizer state work on whole blocks, which a mesh must not cut. Two blocks in a row are the least
     that show a scale of the wrong block.
@@ -58,7 +60,7 @@ def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
     step = lcm(text["num_attention_heads"], block)
     wide = {"hidden_size": -(-2 * block // step) * step, "head_dim": block}
     wide |= {"intermediate_size": block * tp} if "intermediate_size" in text else {}
-    return {**text, **wide, **{name: block for name in _WIDTHS if name in text}}
+    return {**text, **wide, **{name: block for name in (*_WIDTHS, "indexer_head_dim") if name in text}}
 
 
 def _num_taps(config: Json) -> int:
@@ -126,7 +128,8 @@ def _index_and_grams(text: Json, depth: int) -> dict[str, Any]:
     if text.get("ple_layer_ids"):
         out["ple_layer_ids"] = [number for number in text["ple_layer_ids"] if number <= depth]
         out["ple_embed_dim"] = 3 * (text.get("ngram_size", 3) - 1) * text.get("heads_per_ngram", 8)
-        out["eos_token_id"] = _END
+        end = text["eos_token_id"]
+        out["eos_token_id"] = [_END + 2 * i for i in range(len(end))] if isinstance(end, list) else _END
     return out
 
 

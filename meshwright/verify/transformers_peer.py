@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, export_adapter, gather, load, logits
 from ..engine.adapters import as_in_peft
@@ -30,9 +31,10 @@ from ..models import text_config
 from ..ops import loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..recipe import Lora
-from ..weights import open_source, read_config
+from ..weights import blocks_by_key, open_source, read_config
 from .adapters import PREFIX
 from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
+from .peer_choices import first_of_equals, recorded, taken
 from .rounding import Cost, Parts, Pass, cost_of, followed
 from .small_data import Picture, Pictures, labels_of
 
@@ -65,6 +67,7 @@ class StepOutputs:
 
     `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
     output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
+    `odd_shapes`: both shapes of parameters that have another one in files.
 
     Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
     """
@@ -77,6 +80,7 @@ class StepOutputs:
     probs: Sequence[Tensor] = ()
     parts: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 1
+    odd_shapes: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_meshwright(
@@ -191,11 +195,11 @@ def unsupported(source: Path) -> str:
 def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path | None = None) -> StepOutputs:
     """Run the same step with the model of transformers, in float32; with the layers of peft if there is an adapter."""
     with_experts = _has_experts(source)
-    model, prints = _model(source, with_experts), list[dict[str, Tensor]]()
+    (model, odd), prints = _loaded(source, with_experts), list[dict[str, Tensor]]()
     if adapter is not None:
         _with_adapter(model, adapter)  # in place: the model itself then has peft's layers
     routed = {"output_router_logits": True} if with_experts else {}
-    with _first_of_equals():
+    with first_of_equals():
         outs = [[_forward(model, d, prints, **routed) for d in documents] for documents in batches]
     labels = [[_labels(model, d) for d in documents] for documents in batches]
     terms = [_terms(out.logits[0], labels_T) for of, each in zip(outs, labels, strict=True)
@@ -214,12 +218,15 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
-    return StepOutputs(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints))
+    return StepOutputs(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints), odd_shapes=odd)
 
 
 def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
     """Return what bfloat16 costs each part of our model. Both runs have weights rounded to bfloat16, as matmuls take
-    them, so that only the arithmetic differs."""
+    them, so that only the arithmetic differs.
+
+    Gradients of steep parameters are left out: rounding moves a slope as a whole, and one token can be most of them.
+    """
     narrow, wide = (
         load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source), train="*")
         for dtype in (torch.bfloat16, torch.float64)
@@ -232,9 +239,13 @@ def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
     def run(model: Model, record: Pass) -> None:
         with _cast_weights(model), _few_tokens_at_once():
             Engine(model, lr=1e-3).backward([batch])
-        record.grads = gather(model, "grad")
+        made_of = blocks_by_key(model.table, model.keymap.choice)
+        steep = {key for key, blocks in made_of.items() if any(param.steep for param, _ in blocks)}
+        record.grads = {key: grad for key, grad in gather(model, "grad").items() if key not in steep}
 
-    return cost_of(*_both([(model, [*parts_of(model), *_tower_parts(model)]) for model in (narrow, wide)], run))
+    choices = ops.Choices()
+    both = [(model, [*parts_of(model), *_tower_parts(model)]) for model in (narrow, wide)]
+    return cost_of(*_both(both, run, [choices.made(), choices.taken()]))
 
 
 @contextmanager
@@ -294,14 +305,20 @@ def transformers_cost(source: Path, documents: Documents) -> Cost:
         torch.stack([_terms(out, _labels(model, d)) for out, d in zip(outs, documents, strict=True)]).sum().backward()
         record.grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
-    return cost_of(*_both([(model, [*_peer_parts(model)]) for model in (narrow, wide)], run))
+    made: list[Tensor] = []
+    both = [(model, [*_peer_parts(model)]) for model in (narrow, wide)]
+    return cost_of(*_both(both, run, [recorded(made), taken(made)]))
 
 
-def _both(models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None]) -> list[Pass]:
-    """Run a model in bfloat16, then the wide one, whose parts get the inputs of the first."""
+def _both(
+    models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None],
+    choices: Sequence[AbstractContextManager[None]],
+) -> list[Pass]:  # fmt: skip
+    """Run a model in bfloat16, then the wide one, whose parts get the inputs of the first, and its choices of experts
+    and of blocks of keys: a choice that rounding exchanges is no error of the part, but changes whole gradients."""
     passes: list[Pass] = []
-    for model, parts in models:
-        with followed(parts, passes[0] if passes else None) as record:
+    for (model, parts), choice in zip(models, choices, strict=True):
+        with choice, followed(parts, passes[0] if passes else None) as record:
             run(model, record)
         passes.append(record)
     return passes
@@ -339,33 +356,22 @@ def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tup
 
 def _model(source: Path, with_experts: bool) -> Any:
     """Load transformers' model in float32 with its plainest kernels: faster ones for experts want rows of 16 bytes."""
+    return _loaded(source, with_experts)[0]
+
+
+def _loaded(source: Path, with_experts: bool) -> tuple[Any, dict[str, str]]:
+    """Load transformers' model. -> the model; its parameters that have another shape than in the files, which they do
+    not take"""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
-    kind = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(source, dtype=torch.float32, **plain).eval()
-
-
-@contextmanager
-def _first_of_equals() -> Iterator[None]:
-    """Let the top k of equal numbers be the first of them.
-
-    Scores of an indexer are sums of relu, so several are often 0, and torch takes any. Ours takes the first, on every
-    device and mesh.
-    """
-    real = Tensor.topk
-
-    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
-        order = x.sort(dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((order.values.narrow(dim, 0, k), order.indices.narrow(dim, 0, k)))
-
-    Tensor.topk = topk  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Tensor.topk = real  # type: ignore[method-assign]
+    plain: Any = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if with_experts else {})}
+    kind: Any = transformers.AutoModelForImageTextToText if _has_tower(source) else transformers.AutoModelForCausalLM
+    plain |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, info = kind.from_pretrained(source, dtype=torch.float32, **plain)
+    odd = info["mismatched_keys"]
+    return model.eval(), {key: f"{[*files]} in our files, {[*own]} there" for key, files, own in odd}
 
 
 def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **routed: bool) -> Any:
