@@ -17,7 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.models import qwen3_5
 from meshwright.sharding import segments
-from meshwright.verify.transformers_peer import _first_of_equals
+from meshwright.verify.peer_choices import first_of_equals
 from tests import parts, tiny, worlds
 
 Documents = list[list[int]]
@@ -33,7 +33,7 @@ def reference_outputs(
     """
     model = tiny.reference(name, **(changes or {}))
     num_targets = sum(len(d) - 1 for d in documents)
-    with _first_of_equals():
+    with first_of_equals():
         logits = [model(torch.tensor([d])).logits[0] for d in documents]
     targets = [torch.tensor(d[1:], dtype=torch.int64) for d in documents]
     terms = [F.cross_entropy(x[:-1], t, reduction="sum") for x, t in zip(logits, targets, strict=True)]
