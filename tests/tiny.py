@@ -62,9 +62,9 @@ ALIGNED: dict[str, dict[str, Any]] = {
         **dict(hidden_size=512 if name == "qwen2" else 256, head_dim=128),
         **{each: size for each, size in (
             ("intermediate_size", 512), ("shared_expert_intermediate_size", 128), ("moe_intermediate_size", 128),
-            ("linear_key_head_dim", 128), ("linear_value_head_dim", 128),
+            ("linear_key_head_dim", 128), ("linear_value_head_dim", 128), ("indexer_head_dim", 128),
         ) if each in config},
-        **({"rope_parameters": {**config["rope_parameters"], "mrope_section": [6, 5, 5]}}
+        **({"rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.25, "mrope_section": [6, 5, 5]}}
            if "mrope_section" in config.get("rope_parameters", {}) else {}),
     }
     for name, config in ODD.items()
@@ -73,7 +73,9 @@ ALIGNED: dict[str, dict[str, Any]] = {
 
 def in_blocks(name: str) -> dict[str, Any]:
     """Return the half of those layers that `make test` needs: one of each kind, with experts for two ranks of tp."""
-    few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    few: dict[str, Any] = dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], ple_layer_ids=[1]
+    )
     if name == "qwen3_5_moe":
         few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
     if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # their other sides have several blocks
