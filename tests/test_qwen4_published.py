@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.axes import TOKENS, Axes
+from meshwright.axes import STAGE, Axes
 from meshwright.blueprint import Blueprint
 from meshwright.ops.codings import in_memory
 from meshwright.plan.figures import Figures, work_of
@@ -49,10 +49,14 @@ def test_rows_of_the_table_are_spread_over_a_stage(blueprint: Blueprint) -> None
     """Also where they do not divide; each has one holder, and a complete gradient."""
     table, spec = blueprint.table["layers.1.grams.table"], blueprint.spec
     for axes in (Axes(fsdp=64), Axes(pp=4, fsdp=8, tp=2), Axes(replicate=3, fsdp=7, cp=5, tp=2)):
-        place, stage = spec.line(axes.pp).rank_of(spec.line(axes.pp).stage_of(1)), range(axes.world // axes.pp)
-        ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] == place]
+        place, stage = (
+            spec.line(axes.pp).rank_of(spec.line(axes.pp).stage_of(1)),
+            range(axes.world // axes.pp // axes.replicate),
+        )
+        own = dict(pp=place, replicate=axes.replicate - 1)
+        ranks = [rank for rank in range(axes.world) if own.items() <= axes.coords(rank).items()]
         held = [piece(table, spec.rules, axes, axes.coords(rank)) for rank in ranks]
         ends = [0, *(each.hi for each in held)]
-        assert len(held) == len(stage) == len(axes.group(ranks[0], TOKENS))
+        assert len(held) == len(stage) == len(axes.group(ranks[0], STAGE))
         assert [each.lo for each in held] == ends[:-1]
         assert ends[-1] == table.matrix[0]

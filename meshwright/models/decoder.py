@@ -37,6 +37,7 @@ class Shape:
     labels: Labels  # of a value head
     zero_centred: bool = False  # whether norms multiply by 1 + weight (Gemma's and Qwen3.5's) or by weight
     sections: tuple[int, int, int] | None = None  # M-RoPE's frequencies a time, height and width; None: 1D positions
+    reads_tokens: bool = False  # whether layers read the tokens of the whole stream, as hashes of n-grams do
     streams: int = 1  # residual streams of a token, each of the width (hyper-connections)
 
     @property
@@ -283,7 +284,7 @@ class Decoder(nn.Module):
         rows: tuple[
             Tensor, ...
         ] = ()  # image features: for the embedding, then for each of the first layers (deepstack)
-        docs, is_first = replace(docs, tokens_T=tokens_T), x_TD is None
+        docs, is_first = replace(docs, tokens_T=tokens_T) if self.shape.reads_tokens else docs, x_TD is None
         if x_TD is None:
             assert self.embed is not None, "the first stage has it"
             tokens_T, none_T = self.share(tokens_T), None

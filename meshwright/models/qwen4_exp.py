@@ -49,7 +49,8 @@ def _backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     heads = heads_of(config, default_head=256, gated=True)
     delta = replace(delta_of(config), gate=take(config, "output_gate_type", str, "silu"))
     rotary = rotary_of(config, heads.head, partial=1.0)  # where the field is absent, all dims rotate
-    shape = replace(shape_of(config, rotary, zero_centred=True), streams=take(config, "hc_count", int, 4))
+    streams, reads = take(config, "hc_count", int, 4), bool(_layers_with_table(config))
+    shape = replace(shape_of(config, rotary, zero_centred=True), streams=streams, reads_tokens=reads)
     if shape.streams == 1:
         raise ConfigError("config.json: hc_count=1; residual streams are at least 2")
     kinds = _layer_types(config)

@@ -60,6 +60,11 @@ class Clip:
     max_norm: float
     finite: Callable[[], float]
 
+    @property
+    def factor(self) -> Tensor:
+        """Return what gradients are multiplied with, on their device: 1 where the norm is small enough."""
+        return (self.max_norm / self.norm).clamp(max=1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):

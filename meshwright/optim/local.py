@@ -138,7 +138,7 @@ class LocalOptimizer:
         old momentum (torch.optim.SparseAdam is of this kind). Bias correction counts the steps of the run.
         """
         rows, most = grad.any(1).nonzero().squeeze(1), max(_PART // table.shape[1], 1)
-        factor = 1.0 if clip is None else (clip.max_norm / clip.norm).clamp(max=1.0).to(grad.dtype)
+        factor = 1.0 if clip is None else clip.factor.to(grad.dtype)
         for some in rows.split(most):
             weight, state = table[some], [each[some].to(table.dtype) for each in self.state[name]]
             slices = Slices([name], [weight], [grad[some] * factor], tuple([each] for each in state))

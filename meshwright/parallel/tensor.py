@@ -13,6 +13,7 @@ or attribute name misses a renamed norm, DeepSpeed#8306).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
 from ..sharding import ENTER, LEAVE, MEET, OWN, Door, find_doors
+from .context import own_tokens
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -30,12 +32,13 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     group = mesh.name_of(("tp",))
     for name, door in find_doors(model, Door):
         if door.kind.axis == "tp":
-            door.armed = _collective(door, size, group, name, mesh.coords["tp"])
+            own = partial(own_tokens, size=size, part=mesh.coords["tp"])
+            door.armed = own if door.kind == OWN else _collective(door, size, group, name)
 
 
-def _collective(door: Door, size: int, group: str, name: str, part: int) -> Callable[[Tensor], Tensor]:
+def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:
     """Return the function of a door. Shapes: enter `[T/tp, D] -> [T, D]`, leave `[T, D] -> [T/tp, D]`, meet `[T, V/tp]
-    -> [T/tp, V]` as tp slices, own `[T] -> [T/tp]`."""
+    -> [T/tp, V]` as tp slices."""
 
     def at() -> str:
         # The name would be a constant of a compiled graph: one graph a layer instead of one for all.
@@ -51,7 +54,4 @@ def _collective(door: Door, size: int, group: str, name: str, part: int) -> Call
         even = [x.shape[0] // size] * size
         return AllToAll.apply(x, even, even, group, at())
 
-    def own(x: Tensor) -> Tensor:
-        return x.chunk(size)[part]
-
-    return {ENTER: enter, LEAVE: leave, MEET: meet, OWN: own}[door.kind]
+    return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]
