@@ -25,7 +25,8 @@ from meshwright.verify.small_data import LONG, LONG_STEP, Vision
 from tests import parts, seeing
 
 FIRST = "two micro-batches"
-NUM_PARTS = {"qwen3_vl": 23, "qwen3_vl_moe": 23, "qwen3_5": 15, "qwen3_5_moe": 15, "qwen4_exp": 20}  # 8 or 4 of them of the tower
+# parts of the forward, 8 or 4 of them of the tower
+NUM_PARTS = {"qwen3_vl": 23, "qwen3_vl_moe": 23, "qwen3_5": 15, "qwen3_5_moe": 15, "qwen4_exp": 20}
 LAYOUTS = {"qwen3_vl_moe": 1, "qwen3_5_moe": 1, "qwen4_exp": 1}  # other spellings of the files
 
 
