@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
 from ..sharding import ENTER, LEAVE, MEET, OWN, Door, find_doors
-from .context import own_tokens
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -32,8 +31,13 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     group = mesh.name_of(("tp",))
     for name, door in find_doors(model, Door):
         if door.kind.axis == "tp":
-            own = partial(own_tokens, size=size, part=mesh.coords["tp"])
+            own = partial(_own_tokens, size=size, part=mesh.coords["tp"])
             door.armed = own if door.kind == OWN else _collective(door, size, group, name)
+
+
+def _own_tokens(x_T: Tensor, size: int, part: int) -> Tensor:
+    """Return own tokens of a tensor that each rank of the tp group has: nothing is sent."""
+    return x_T.chunk(size)[part]
 
 
 def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:
