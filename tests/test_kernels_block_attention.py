@@ -58,10 +58,7 @@ def test_against_the_formula(case, monkeypatch):
 
 
 PLANTS: dict[str, tuple[str, str]] = {
-    "the tail of forward starts one early": (
-        "tail + 1 + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _load",
-        "tail + n, start + n % SIZE)\n        valid = tl.where(is_tail, n < tail, chosen)\n        k_NK = _load",
-    ),
+    "the tail starts one early": ("query - tail + 1 + n", "query - tail + n"),
     "no tail in forward": (
         "for at in range(0, count + PER, PER):  # the last", "for at in range(0, count, PER):  # the last",
     ),

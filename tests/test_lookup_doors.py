@@ -29,7 +29,7 @@ ASKED: dict[str, tuple[int, Callable[[int, int], list[int]]]] = {
     "the rows of the next rank": (12, lambda rank, num: [12 // num * ((rank + 1) % num)] * 3),
     "an owner without rows": (9, lambda rank, num: [8, 0, rank, 8 - rank, 0]),
     "a rank that asks for nothing": (11, lambda rank, num: [] if rank == 0 else [10, 0, 5, 5]),
-    "nobody asks": (11, lambda rank, num: []),
+    "no rank asks": (11, lambda rank, num: []),
 }
 LOOKUPS = [dict(fsdp=2), dict(cp=2, tp=2), dict(replicate=2, fsdp=2), dict(tp=2), dict(fsdp=4)]
 
@@ -69,7 +69,7 @@ def _is_the_sum(own_RW: Tensor, whole: Tensor, asked: list[list[int]], lo: int, 
     assert own_RW.grad is not None
     assert table.grad is not None
     assert (own_RW.grad - table.grad[lo:hi]).abs().sum() <= 1e-14 * len(rows)
-    assert torch.equal(own_RW.grad == 0, table.grad[lo:hi] == 0), "rows that nobody asks for have no gradient"
+    assert torch.equal(own_RW.grad == 0, table.grad[lo:hi] == 0), "rows that no rank asks for have no gradient"
 
 
 @pytest.mark.parametrize("mesh", parts.every(2, LOOKUPS, 1), ids=trials.named)
@@ -96,10 +96,12 @@ def convolved(mesh_sizes: dict[str, int], lengths: list[int]) -> None:
     expected = _with_gradients(lambda *inputs: ops.causal_conv(*inputs, docs, dilation=STEP), x, weight, d_TC)
     halo.parts, halo.part = num, part
     halo.armed = partial(context.gather_parts, size=num, group=mesh.name_of(DATA_RANK), name="halo")
-    mine = slice(part * own, (part + 1) * own)
-    y, dx, dw = _with_gradients(lambda *inputs: ops.causal_conv(*inputs, docs, halo, STEP), x[mine], weight, d_TC[mine])
+    own_rows = slice(part * own, (part + 1) * own)
+    y, dx, dw = _with_gradients(
+        lambda *inputs: ops.causal_conv(*inputs, docs, halo, STEP), x[own_rows], weight, d_TC[own_rows]
+    )
     dist.all_reduce(dw)
-    for result, reference in zip((y, dx, dw), (expected[0][mine], expected[1][mine], expected[2]), strict=True):
+    for result, reference in zip((y, dx, dw), (expected[0][own_rows], expected[1][own_rows], expected[2]), strict=True):
         assert (result - reference).abs().max() <= 1e-13
 
 

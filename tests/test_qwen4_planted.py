@@ -136,6 +136,6 @@ def findings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
 @pytest.mark.parametrize("name", TRIED)
 def test_an_oracle_sees(findings_of: Callable[[str], list[Finding]], name: str) -> None:
     _, oracles, part = PLANTS[name]
-    found = findings_of(name)
-    assert {finding.oracle for finding in found} >= oracles
-    assert any(part in finding.name or part in finding.what for finding in found if finding.oracle in oracles)
+    findings = findings_of(name)
+    assert {finding.oracle for finding in findings} >= oracles
+    assert any(part in finding.name or part in finding.what for finding in findings if finding.oracle in oracles)

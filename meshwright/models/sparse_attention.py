@@ -56,7 +56,7 @@ class Indexer(nn.Module):
             )
             for x in "qk"
         )
-        # Raw keys of all parts of the stream: blocks are pooled afterwards, alike on all ranks, wherever parts begin.
+        # Raw keys of all parts of the stream: all ranks then pool the same blocks, wherever parts begin.
         self.all_k = Join(swap, index.dim, serves=swap.heads.size, has_gradient=False)
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ class LocalOptimizer:
     ) -> None:  # fmt: skip
         self.options, self.decayed, self.steps, self.quantised = options, decayed, 0, quantised or {}
         self.matrices = matrices  # of an optimizer that needs whole ones
-        self.by_rows = by_rows  # tables of which a step updates the rows that have a gradient, and no others
+        self.by_rows = by_rows  # tables whose rows are updated only where they have a gradient
         self.state: State = {}  # created by the first step: until then it takes no memory
         # The slices of a step are computed once, and again only if a step updates other parameters than the last one:
         # Python loops over thousands of parameters would delay every step.

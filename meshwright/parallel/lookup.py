@@ -3,7 +3,7 @@
 An n-gram table has as many elements as the rest of the model (51 billion in Qwen3.8-Flash-Next), and a token reads 16
 rows of 160. FSDP would gather all of it. So rows stay where they are: each rank asks the owners for the rows of its own
 tokens by all-to-all, and their gradients go back the same way. An owner's gradient is then complete, and nothing is
-left to sum but over replicas (HSDP), each of which has a table of its own: a call on one replica needs no other.
+left to sum but over replicas (HSDP). Each replica has a whole table, so a call on one replica needs no other.
 
 Shapes: N rows that own tokens look up, in the order of the tokens; M rows that all ranks ask of this one; W width.
 """

@@ -113,7 +113,7 @@ class Param:
 
     @property
     def in_fsdp(self) -> bool:
-        """Tell whether FSDP gathers it: never what it would round, nor tables of which a token needs a few rows."""
+        """Tell whether FSDP gathers it: neither what it would round, nor tables, since a token needs a few rows."""
         return not (self.float32 or self.by_rows)
 
     @property

@@ -230,10 +230,12 @@ def check_constants(table: Table, source: Source) -> None:
     """Refuse a source whose integer tensors are not those that its config implies: a hash of another vocabulary or
     seed would read other rows of a table, and train on them without an error."""
     for key, expected in table.constants.items():
-        if key in source.entries and (found := raw_tensor(source, key).flatten().tolist()) != [*expected]:
-            at = next((i for i, both in enumerate(zip(found, expected, strict=False)) if both[0] != both[1]), -1)
+        if key in source.entries and (stored := raw_tensor(source, key).flatten().tolist()) != [*expected]:
+            at = next((i for i, both in enumerate(zip(stored, expected, strict=False)) if both[0] != both[1]), -1)
             what = (
-                f"number {at} is {found[at]}, and {expected[at]} follows" if at >= 0 else f"it has {len(found)} numbers"
+                f"number {at} is {stored[at]}, and {expected[at]} follows"
+                if at >= 0
+                else f"it has {len(stored)} numbers"
             )
             raise LoadError(
                 f"{key}: {what} from vocab_size, seed and the fields of n-grams in config.json; correct config.json, "

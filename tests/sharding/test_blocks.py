@@ -114,8 +114,8 @@ PLAIN = {
     "mlp.shared_gate": "mlp.shared_expert_gate.weight",
     **{f"mixer.{name}": f"linear_attn.{key}" for name, key in DELTA.items()},
     **{
-        f"{ours}.{name}": f"{theirs}_hyper_connection.{key}"
-        for ours, theirs in (("read", "attn"), ("mlp_read", "mlp"))
+        f"{ours}.{name}": f"{peer}_hyper_connection.{key}"
+        for ours, peer in (("read", "attn"), ("mlp_read", "mlp"))
         for name, key in STREAMS.items()
     },
     "mixer.indexer.qk": "self_attn.indexer.index_qk_proj.weight",

@@ -41,6 +41,17 @@ def _load(at, rows, valid, stride, K: tl.constexpr, KP: tl.constexpr):
     )
 
 
+@triton.jit
+def _seen_at(at, starts, count, tail, query, SIZE: tl.constexpr, N: tl.constexpr):
+    """Return the keys of a turn, and which of them exist: of the blocks from number `at` on, or at last the tail."""
+    n = tl.arange(0, N)
+    block, is_tail = at + n // SIZE, at >= count
+    chosen = (block < count) & (n < N // SIZE * SIZE)
+    start = tl.load(starts + block, mask=chosen, other=0)
+    keys = tl.where(is_tail, query - tail + 1 + n, start + n % SIZE)
+    return keys, tl.where(is_tail, n < tail, chosen)
+
+
 @triton.jit(do_not_specialize=["first", "b"])
 def _outputs(
     q, k, v, starts, counts, tails, o, lse, first, scale, b, G, R: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
@@ -48,7 +59,7 @@ def _outputs(
 ):  # fmt: skip
     """Write the output and the logsumexp of the heads of one query and kv head."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    h, n = tl.arange(0, RP), tl.arange(0, N)
+    h = tl.arange(0, RP)
     heads = t * G * R + g * R + h
     q_RK = _load(q, heads, h < R, K, K, KP)
     count, tail = tl.load(counts + t), tl.load(tails + t)
@@ -56,12 +67,7 @@ def _outputs(
     total, sums = tl.zeros([RP], tl.float32), tl.zeros([RP, KP], tl.float32)
     PER: tl.constexpr = N // SIZE
     for at in range(0, count + PER, PER):  # the last turn is that of the tail
-        block = at + n // SIZE
-        is_tail = at >= count
-        chosen = (block < count) & (n < PER * SIZE)
-        start = tl.load(starts + t * b + block, mask=chosen, other=0)
-        keys = tl.where(is_tail, first + t - tail + 1 + n, start + n % SIZE)
-        valid = tl.where(is_tail, n < tail, chosen)
+        keys, valid = _seen_at(at, starts + t * b, count, tail, first + t, SIZE, N)
         k_NK = _load(k + g * K, keys, valid, G * K, K, KP)
         s = tl.where(valid[None, :], _scores(q_RK, k_NK, scale, PRECISION), -float("inf"))
         higher = tl.maximum(largest, tl.max(s, 1))
@@ -83,7 +89,7 @@ def _query_gradients(
 ):  # fmt: skip
     """Write the gradient of one query, for the heads of one kv head. `delta`: of each output with its gradient."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    h, n = tl.arange(0, RP), tl.arange(0, N)
+    h = tl.arange(0, RP)
     heads = t * G * R + g * R + h
     q_RK, d_RK = _load(q, heads, h < R, K, K, KP), _load(d_o, heads, h < R, K, K, KP)
     lse_R, delta_R = tl.load(lse + heads, mask=h < R, other=0.0), tl.load(delta + heads, mask=h < R, other=0.0)
@@ -91,12 +97,7 @@ def _query_gradients(
     sums = tl.zeros([RP, KP], tl.float32)
     PER: tl.constexpr = N // SIZE
     for at in range(0, count + PER, PER):
-        block = at + n // SIZE
-        is_tail = at >= count
-        chosen = (block < count) & (n < PER * SIZE)
-        start = tl.load(starts + t * b + block, mask=chosen, other=0)
-        keys = tl.where(is_tail, first + t - tail + 1 + n, start + n % SIZE)
-        valid = tl.where(is_tail, n < tail, chosen)
+        keys, valid = _seen_at(at, starts + t * b, count, tail, first + t, SIZE, N)
         k_NK, v_NK = _load(k + g * K, keys, valid, G * K, K, KP), _load(v + g * K, keys, valid, G * K, K, KP)
         p = tl.exp(_scores(q_RK, k_NK, scale, PRECISION) - lse_R[:, None])
         d_p = tl.dot(d_RK, tl.trans(v_NK), input_precision=PRECISION)
@@ -145,7 +146,7 @@ def _key_gradients(
 
 
 class Seen(NamedTuple):
-    """What queries see: the first key of each chosen block, how many blocks, and how many keys behind the last one."""
+    """The keys that queries see: the first of each chosen block, the number of blocks, and of keys behind the last one."""
 
     starts_Tb: Tensor
     counts_T: Tensor
