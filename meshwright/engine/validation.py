@@ -106,7 +106,7 @@ def check_tables(optimizer: Optimizer, table: Table, trained: Sequence[str]) -> 
     by_rows = [name for name in trained if table[name].by_rows]
     if optimizer.needs_whole_matrix and by_rows:
         raise ConfigError(
-            f"{type(optimizer).__name__} needs whole matrices, and {by_rows[0]} is spread by rows over all ranks; "
+            f"{type(optimizer).__name__} needs whole matrices, and {by_rows[0]} is spread by rows over ranks; "
             "leave it out of train=, or use mw.AdamW"
         )
 

@@ -63,13 +63,14 @@ def backbone(config: Json, delta_net: type[DeltaNet] | None = None) -> tuple[Sha
     return shape, [make[kind] for kind in layer_types(config)]
 
 
-def layer_types(config: Json) -> list[str]:
-    """Return the kind of mixer of each layer."""
+def layer_types(config: Json, known: Sequence[str] = (LINEAR, FULL)) -> list[str]:
+    """Return the kind of mixer of each layer. `known`: those that the family has."""
     num_layers = take(config, "num_hidden_layers", int)
     interval = take(config, "full_attention_interval", int, 4)
     kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-        raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
+    if len(kinds) != num_layers or set(kinds) - {*known}:
+        choices = " or ".join(map(repr, known))
+        raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {choices}")
     return list(kinds)
 
 

@@ -17,7 +17,7 @@ from .decoder import Decoder, Layer, Rope, Shape
 from .hf_config import Json, listed, refuse, take
 from .ngram_embedding import NgramEmbedding
 from .qwen3 import PLAIN, heads_of, shape_of
-from .qwen3_5 import FULL, LINEAR, DeltaNet, Mixer, delta_of
+from .qwen3_5 import FULL, LINEAR, DeltaNet, Mixer, delta_of, layer_types
 from .qwen3_5_moe import SharedMoE
 from .qwen3_moe import balance_of, routing_of
 from .rope_config import rope_fields, rotary_of, sections_of
@@ -53,7 +53,7 @@ def _backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     shape = replace(shape_of(config, rotary, zero_centred=True), streams=streams, reads_tokens=reads)
     if shape.streams == 1:
         raise ConfigError("config.json: hc_count=1; residual streams are at least 2")
-    kinds = _layer_types(config)
+    kinds = layer_types(config, (LINEAR, *_SPARSE))
     has_sections = sum(_SECTIONS) == rotary.dim // 2 or rope_fields(config).get("mrope_section")
     sections = sections_of(config, rotary.dim // 2, _SECTIONS) if has_sections else None
     index = index_of(config, rotary, sections) if set(kinds) & {*_SPARSE} else None
@@ -67,19 +67,9 @@ def _backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     return shape, [partial(mixer, kind) for kind in kinds]
 
 
-def _layer_types(config: Json) -> list[str]:
-    """Return the kind of mixer of each layer."""
-    num_layers, interval = take(config, "num_hidden_layers", int), take(config, "full_attention_interval", int, 4)
-    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {LINEAR, *_SPARSE}:
-        choices = ", ".join(map(repr, (LINEAR, *_SPARSE)))
-        raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {choices}")
-    return kinds
-
-
 def _layers_with_table(config: Json) -> list[int]:
     """Return the layers that have a table of n-grams, counted from 0; the config counts from 1."""
-    numbers, kinds = listed(config, "ple_layer_ids", int), _layer_types(config)
+    numbers, kinds = listed(config, "ple_layer_ids", int), layer_types(config, (LINEAR, *_SPARSE))
     if len({*numbers}) < len(numbers) or not all(1 <= n <= len(kinds) and kinds[n - 1] == LINEAR for n in numbers):
         raise ConfigError(
             f"config.json: ple_layer_ids={numbers} must name different layers with {LINEAR!r}, counted from 1"

@@ -146,7 +146,7 @@ def _key_gradients(
 
 
 class Seen(NamedTuple):
-    """The keys that queries see: the first of each chosen block, the number of blocks, and of keys behind the last one."""
+    """The keys that queries see: the first of each chosen block, the number of blocks, and that of keys after them."""
 
     starts_Tb: Tensor
     counts_T: Tensor
