@@ -19,7 +19,7 @@ from .errors import ConfigError, LayoutError
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .ops.codings import FOUR_BITS, Coding
 from .recipe import Recipe, matching, patterns_of
-from .sharding import ALWAYS, IF_NAMED, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
+from .sharding import ALWAYS, IF_NAMED, MTP, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 
@@ -47,14 +47,14 @@ class Blueprint:
         source = source.scaled_by(config) if source is not None else None
         keys = source.entries if source is not None else {}
         prefix = prefix_of(config, keys or None)
-        module, table = describe(config, prefix, recipe.head, keys, tower=recipe.tower, lora=recipe.lora)
+        module, table = describe(config, prefix, recipe, keys)
         spec = ShardingSpec(table, Rules(), module, recipe, _in_fp8(recipe, table))
         blueprint = cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
         _check_frozen(blueprint)
         return blueprint
 
     def with_options(self, **fields: Any) -> Blueprint:
-        """Return the blueprint with other fields of its recipe: any but `head`, `tower`, `fp8` and `fp8_skip`."""
+        """Return the blueprint with other fields of its recipe, but not `head`, `tower`, `mtp`, `fp8`, `fp8_skip`."""
         return replace(self, spec=replace(self.spec, recipe=replace(self.recipe, **fields)))
 
     @property
@@ -99,10 +99,17 @@ class Blueprint:
         """
         patterns = patterns_of(self.recipe.train)
         if self.recipe.lora is None:
-            return self._trained_by(patterns)
+            trained = self._trained_by(patterns)
+            if self.recipe.mtp != "carried" and trained and not any(name.startswith(MTP) for name in trained):
+                raise ConfigError(
+                    f"mtp={self.recipe.mtp!r} trains the MTP head, and train={patterns} names nothing of it; add "
+                    f"'{MTP}*', or leave mtp out"
+                )
+            return trained
         more = [] if patterns == ["**"] else self._trained_by(patterns)
         new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
-        return [p.name for p in self.table if p.adapter or p.name in new or p.name in more]
+        whole = {*new, *more, *(p.name for p in self.table if p.name.startswith(MTP) and p.trains == ALWAYS)}
+        return [p.name for p in self.table if p.adapter or p.name in whole]
 
     def _trained_by(self, patterns: Sequence[str]) -> list[str]:
         """Return the parameters that patterns train: none without a gradient, and a table only if one names it."""

@@ -274,6 +274,13 @@ class Recipe:
         False, "Train the vision encoder too, as `train` says; batches may then hold pictures and videos. Otherwise "
         "its weights are kept unchanged.", fixed=True,
     )  # fmt: skip
+    mtp: str = option(
+        "carried", 'Whether the head for multi-token prediction (`mtp.*` of Qwen3-Next, 3.5 and newer) is trained. '
+        '"carried" keeps its weights unchanged; "head" trains it alone, and the rest of the model exactly as without '
+        'it; "all" trains the model by its loss too. A model without `mtp.*` gets a new head.',
+        choices=("carried", "head", "all"), fixed=True,
+    )  # fmt: skip
+    mtp_weight: float = option(0.1, "The weight of the loss of the MTP head.")
     memory: MemoryOptions = option(MemoryOptions(), "Memory and communication options: `mw.MemoryOptions`.")
     pipeline: Pipeline = option(
         Pipeline(), "Stages and schedule, where the mesh has pp: `mw.Pipeline`.",
@@ -313,6 +320,10 @@ class Recipe:
             raise ConfigError(f"lora={self.lora!r:.200} must be mw.Lora(...), such as mw.Lora(rank=16), or None{why}")
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
+        if self.mtp not in (known := ("carried", "head", "all")):
+            raise ConfigError(f"mtp={self.mtp!r:.80} is unknown; choose from {', '.join(known)}")
+        if type(self.mtp_weight) not in (int, float) or not 0 < self.mtp_weight < float("inf"):
+            raise ConfigError(f"mtp_weight={self.mtp_weight!r:.80} must be a number above 0")
         if self.fp8 not in (None, "block"):
             raise ConfigError(
                 f"fp8={self.fp8!r:.80} is unknown; give fp8='block', or leave it out for matmuls in dtype="
@@ -356,6 +367,8 @@ class RecipeFields(TypedDict, total=False):
     dtype: "torch.dtype | None"
     train: str | Sequence[str]
     tower: bool
+    mtp: str
+    mtp_weight: float
     memory: MemoryOptions
     pipeline: Pipeline
     context: ContextParallel

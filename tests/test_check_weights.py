@@ -228,7 +228,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], hidden_size=512, moe_intermediate_size=1024,
         num_experts=64,
     )  # fmt: skip
-    _, table = describe(config, "model.", "lm")
+    _, table = describe(config, "model.")
     shapes = {key: shape for param in table for key, shape in chosen(param, {"experts": "fused"}).keys.items()}
     save_file({k: torch.full(s, 0.5, dtype=BF16) for k, s in shapes.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))

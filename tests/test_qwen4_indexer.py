@@ -122,11 +122,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(name: str) -> None:
     changes, pattern = REFUSED[name]
     with pytest.raises(mw.ConfigError, match=words(r"config\.json") + pattern):
-        describe(tiny.of("qwen4_exp", **changes), "model.", "lm")
+        describe(tiny.of("qwen4_exp", **changes), "model.")
 
 
 def test_both_names_of_its_attention_are_accepted() -> None:
     kinds = [LINEAR, LINEAR, "indexed_attention", LINEAR]
-    names = [{*describe(tiny.of("qwen4_exp", layer_types=kinds), "model.", "lm")[1].params} for kinds in (kinds, None)]
+    names = [{*describe(tiny.of("qwen4_exp", layer_types=kinds), "model.")[1].params} for kinds in (kinds, None)]
     assert any("layers.2.mixer.indexer" in name for name in names[0])
     assert any("layers.3.mixer.indexer" in name for name in names[1]), "every fourth layer"

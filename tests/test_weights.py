@@ -162,9 +162,9 @@ def test_tied_model_that_transformers_saved_once_more() -> None:
     """It writes the default of text_config, not tied, and the tie at the top, which is the one that it reads."""
     text = {**tiny.ODD["qwen3_5"], "tie_word_embeddings": False}
     whole = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
-    assert describe(whole, prefix_of(whole, None), "lm")[0].tied
+    assert describe(whole, prefix_of(whole, None))[0].tied
     del whole["tie_word_embeddings"]
-    assert not describe(whole, prefix_of(whole, None), "lm")[0].tied
+    assert not describe(whole, prefix_of(whole, None))[0].tied
 
 
 def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:

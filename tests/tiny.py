@@ -150,6 +150,45 @@ def directory(
     return at
 
 
+def with_mtp(source: Path, *, layout: str = "", field: str = "mtp_num_hidden_layers") -> Path:
+    """Add a drawn MTP head to the files of a tiny model. `layout`: of its experts, by default that of the trunk."""
+    from safetensors.torch import load_file, save_file
+
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    full = next(k for k in tensors if ".self_attn." in k).partition(".self_attn.")[0]
+    experts = next((k.partition(".mlp.")[0] for k in tensors if ".mlp.experts." in k), full)
+    moved = {k.replace(full, "mtp.layers.0"): k for k in tensors if k.startswith(f"{full}.") and ".mlp." not in k}
+    moved |= {k.replace(experts, "mtp.layers.0"): k for k in tensors if k.startswith(f"{experts}.mlp.")}
+    D, n = config["hidden_size"], config.get("hc_count", 1)
+    shapes: dict[str, tuple[int, ...]] = {key: tensors[k].shape for key, k in moved.items()}
+    shapes |= {"mtp.pre_fc_norm_hidden.weight": (n * D,), "mtp.pre_fc_norm_embedding.weight": (D,)}
+    if n > 1:
+        mixer = {k: tensors[k].shape for k in tensors if k.startswith("model.hyper_connection_mixer.")}
+        shapes |= {f"mtp.{k.removeprefix('model.')}": shape for k, shape in mixer.items()}
+        shapes |= {"mtp.fc_hidden.weight": (D, D), "mtp.fc_embedding.weight": (D, D)}
+    else:
+        shapes |= {"mtp.norm.weight": (D,), "mtp.fc.weight": (D, 2 * D)}
+    g, dtype = torch.Generator().manual_seed(3), tensors["model.embed_tokens.weight"].dtype
+    drawn = {
+        key: torch.randn(shapes[key], generator=g) * (0.2 if len(shapes[key]) > 1 else 0.1) for key in sorted(shapes)
+    }
+    if layout == "fused":
+        drawn = _fused(drawn)
+    save_file({**tensors, **{k: x.to(dtype) for k, x in drawn.items()}}, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps({**config, field: 1}))
+    return source
+
+
+def _fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack experts that have a key each, as files with one key for all of them have it."""
+    apart = {k: x for k, x in tensors.items() if ".experts." in k and k.endswith("proj.weight")}
+    at = next(iter(apart)).partition(".experts.")[0] + ".experts."
+    num = 1 + max(int(k.removeprefix(at).partition(".")[0]) for k in apart)
+    of = lambda name: torch.stack([apart[f"{at}{e}.{name}.weight"] for e in range(num)])  # noqa: E731 - short
+    stacked = {"gate_up_proj": torch.cat([of("gate_proj"), of("up_proj")], 1), "down_proj": of("down_proj")}
+    return {k: x for k, x in tensors.items() if k not in apart} | {at + name: x for name, x in stacked.items()}
+
+
 def classifier(at: Path, name: str, kind: str, **changes: Any) -> Path:
     """A classifier under `at`, as transformers itself writes it."""
     reference(name, kind, **changes).save_pretrained(at)

@@ -151,7 +151,8 @@ def references(several: Sequence[Trial]) -> list[Reference]:
 
 def _key(tried: Trial) -> tuple[Any, ...]:
     recipe = str(replace(tried.recipe, **_ON_A_MESH))
-    return tried.source, tried.axes.num_data_ranks, tried.data, tried.steps, tried.thorough, tried.optimizer, recipe
+    options = tried.steps, tried.thorough, tried.router_aux, tried.optimizer, recipe
+    return tried.source, tried.axes.num_data_ranks, tried.data, *options
 
 
 def findings(tried: Trial) -> list[Finding]:

@@ -8,8 +8,10 @@ from . import losses
 from .adapters import check_export_adapter, export_adapter
 from .batching import batches
 from .checkpoint import Resumed, resume, save
-from .engine import Engine, StepRecord
+from .engine import Engine
 from .export import check_export, export, gather, stream
 from .inference import embeddings, logits, logprobs, sample
 from .model import Model, init, load
+from .mtp import MtpRecord
+from .step_results import StepRecord
 from .validation import check_no_placeholders, check_prompts

@@ -28,6 +28,7 @@ from ..errors import ConfigError, DataError, RankError, StateError, counted
 from ..log import logger
 from ..mesh import Mesh
 from .model import Model
+from .mtp import MtpData, MtpRecord, mtp_data
 from .validation import check_autocast, check_batches, check_inference_mode
 from .vision_sync import check_pictures, pictures_mask
 
@@ -42,7 +43,10 @@ class Data:
     """The size of a rank's data for one call. Its fields are columns of the all-gathered rows."""
 
     weight: float = 0.0  # the sum of the weights of its targets
+    mtp_weight: float = 0.0  # likewise of the MTP head, if it is trained (`MtpData`)
     num_targets: int = 0
+    num_mtp_targets: int = 0
+    num_followed: int = 0
     num_batches: int = 0
     num_tokens: int = 0  # in each batch
     num_real: int = 0  # in all batches, without padding
@@ -65,8 +69,8 @@ class GatheredData:
         return self.rows[:, _FIELDS.index(name)]
 
     def __getitem__(self, at: int) -> Data:
-        weight, *numbers = self.rows[at].tolist()
-        return Data(weight, *map(int, numbers))
+        weight, mtp_weight, *numbers = self.rows[at].tolist()
+        return Data(weight, mtp_weight, *map(int, numbers))
 
     @property
     def pictures(self) -> int:
@@ -111,6 +115,8 @@ class Step:
     pictures: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are
     router_loss: float = 0.0  # known when backward is over
+    mtp: MtpData = field(default_factory=MtpData)
+    mtp_record: MtpRecord | None = None  # known when backward is over
 
 
 _FIELDS = [each.name for each in fields(Data)]
@@ -232,6 +238,8 @@ def identity(model: Model) -> dict[str, str]:
         "the origin of the weights": model.blueprint.origin,
         "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),
         "tower=": str(model.blueprint.tower),
+        "mtp=": model.recipe.mtp,
+        "mtp_weight=": str(model.recipe.mtp_weight),
         "the number of trained parameters": str(len(trained)),
         "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
     }
@@ -260,9 +268,13 @@ def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
     weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
+    mtp = mtp_data(batches) if model.recipe.mtp != "carried" else MtpData()
     return Data(
         weight=sum(float(w.double().sum()) for w in weights),
+        mtp_weight=mtp.weight,
         num_targets=sum(int(mask.sum()) for mask in masks),
+        num_mtp_targets=mtp.num_targets,
+        num_followed=mtp.num_followed,
         num_batches=len(batches),
         num_tokens=len(batches[0]),
         num_real=sum(len(b) - b.num_filler for b in batches),
@@ -348,4 +360,7 @@ def whole_step(proposal: Proposal, gathered: GatheredData, mesh: Mesh) -> Step:
             "that the loss has a divisor"
         )
     num_tokens, num_batches = int(unique.column("num_real").sum()), gathered[0].num_batches
-    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, num_batches, gathered.pictures)
+    mtp_targets, followed = (int(unique.column(name).sum()) for name in ("num_mtp_targets", "num_followed"))
+    mtp = MtpData(sum(unique.column("mtp_weight").tolist()), mtp_targets, followed)
+    numbers = weight, num_targets, num_tokens, num_batches
+    return Step(proposal.lr, proposal.max_norm, *numbers, gathered.pictures, mtp=mtp)

@@ -32,18 +32,16 @@ from .engine import Engine
 from .export import ExportOptions, check_pieces, export_plan, refuse_overflow
 from .model import Model
 from .optimizer_state import dtypes_of, quantised_in, spec_with, state_of, take_state, to_be_read
-
-# Fields of config.json that change nothing that the model computes. A resume ignores how they differ.
-_IRRELEVANT = (
-    "architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id",
-    "quantization_config",
-)  # fmt: skip
-# Fields that change text, loss or initial values, but not the forward pass. A resume warns if they differ, and refuses
-# any other difference.
-_WARN_ONLY = (
-    "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
-    "router_aux_loss_coef", "output_router_logits",
-)  # fmt: skip
+from .resume_checks import (
+    carried_before,
+    check_adapter_keys,
+    check_mtp,
+    check_same,
+    check_same_config,
+    check_same_table,
+    check_tower,
+    settings_of,
+)
 
 
 @dataclass(frozen=True)
@@ -197,17 +195,12 @@ def _trainer(engine: Engine) -> dict[str, Any]:
         "head": engine.model.blueprint.head,
         "tower": engine.model.blueprint.tower,
         "trained": engine.trained,
-        "settings": _settings(engine),
+        "settings": settings_of(engine),
         "router_load": engine.router.trained_load.tolist(),
+        **({} if engine.mtp is None else {"mtp_router_load": engine.mtp.router.trained_load.tolist()}),
         "lora": adapter_record(engine.model),
         "frozen": engine.model.recipe.frozen,
     }
-
-
-def _settings(engine: Engine) -> dict[str, Any]:
-    """Return the settings that may change from run to run; a resume warns if they do."""
-    options = engine.optimizer.options.settings()
-    return {**options, "max_norm": engine.max_norm, "router_aux": engine.router.mode}
 
 
 def _random_states(model: Model) -> dict[str, bytes]:
@@ -268,17 +261,18 @@ def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str
 def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> Resumed:
     """Restore everything from a checkpoint: first all checks, then the tensors, then the counters."""
     model, trainer = engine.model, source.trainer
-    _check_tower(model, source.directory, trainer.get("tower", False))
+    check_tower(model, source.directory, trainer.get("tower", False))
     check_same_adapters(model, trainer.get("lora"), source.directory)
+    check_mtp(model, trainer["trained"], source.directory)
     # Raise for anything that differs before a tensor is overwritten, so that a refused resume leaves a usable model.
     blueprint = _blueprint_of(model, source.planes[WEIGHTS], trainer["head"])
     planes = state_of(source, engine.optimizer.options)
-    _check_same(engine, source, blueprint, trainer)
-    _check_same_config(model, blueprint, source.directory, new_config)
+    check_same(engine, source, blueprint, trainer)
+    check_same_config(model, blueprint, source.directory, new_config)
     # Optimizer state is read in the form of the checkpoint (8 bits or wide), which may differ from the engine's.
-    trained = {*engine.trained}
+    trained = {*engine.trained} - {*carried_before(engine, trainer)}
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
-    quantised = quantised_in(source, planes, engine.trained)
+    quantised = quantised_in(source, planes, [name for name in engine.trained if name in trained])
     state = to_be_read(engine.optimizer, stored, quantised) if planes else {}
     spec = model.blueprint.spec.with_table(blueprint.table, model.mesh.axes.pp)
     spec = spec_with(spec, model.mesh, quantised, f"resume {source.directory.name} on another mesh")
@@ -314,15 +308,6 @@ def _open_on_rank_0(model: Model, path: Path, damaged: list[Path]) -> Checkpoint
     return opened
 
 
-def _check_tower(model: Model, at: Path, tower: bool) -> None:
-    """Refuse a vision tower that is trained on one side only: a carried one has no optimizer state."""
-    if tower != model.blueprint.tower:
-        raise CheckpointError(
-            f"{at} was saved with tower={tower}, and the engine's model has tower={model.blueprint.tower}; load the "
-            f"model with tower={tower}, or start from the weights: mw.load({str(at)!r}, tower={model.blueprint.tower})"
-        )
-
-
 def _blueprint_of(model: Model, source: weights.Source, head: str) -> Blueprint:
     """Return the blueprint of the checkpoint's own config and files: its key names may differ from the model's."""
     # A value head in place of the vocabulary is another model, even if all other shapes agree.
@@ -335,95 +320,9 @@ def _blueprint_of(model: Model, source: weights.Source, head: str) -> Blueprint:
     if model.recipe.lora is None:
         return Blueprint.of(config, source, model.blueprint.recipe, stored=stored)
     table, keymap = saved_part(model, model.table)
-    _check_adapter_keys(source, keymap)
+    check_adapter_keys(source, keymap)
     spec = model.blueprint.spec.with_table(table, model.mesh.axes.pp)
     return replace(model.blueprint, config=config, spec=spec, keymap=keymap)
-
-
-def _check_adapter_keys(source: weights.Source, keymap: weights.KeyMap) -> None:
-    """Refuse a checkpoint with other adapters than the model's: other targets, or other shapes."""
-    saved, now = ({key: part.shape for key, part in each.items()} for each in (source.entries, keymap.keys))
-    odd = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
-    if odd:
-        then, this = (list(each[odd[0]]) if odd[0] in each else "missing" for each in (saved, now))
-        raise CheckpointError(
-            f"{odd[0]} is {then} in {source.directory} and {this} in the engine's model ({len(odd)} such keys); load "
-            "the model with the lora= that was saved"
-        )
-
-
-def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with other parameters, shapes or trained parameters. Log other differences."""
-    model, at = engine.model, checkpoint.directory
-    _check_same_table(model, blueprint, at)
-    trained = set(trainer["trained"])
-    if trained != set(engine.trained):
-        odd = min(trained ^ set(engine.trained))
-        trainer_of_odd = "the checkpoint" if odd in trained else "this engine"
-        raise CheckpointError(
-            f"{at} trained {len(trained)} parameters, this engine trains {len(engine.trained)}; only {trainer_of_odd} "
-            f"trains {odd}. Give mw.load the same train="
-        )
-    frozen = trainer.get("frozen", model.recipe.frozen)  # `meshwright convert` does not know it
-    if frozen != model.recipe.frozen:
-        raise CheckpointError(
-            f"{at} was trained with frozen={frozen!r}, the engine's model has frozen={model.recipe.frozen!r}, so other "
-            f"values of what is frozen; load the model with frozen={frozen!r}"
-        )
-    if model.mesh.rank == 0:
-        saved = trainer["settings"]  # empty in a checkpoint that `meshwright convert` made
-        for name, now, then in _differences({n: v for n, v in _settings(engine).items() if n in saved}, saved):
-            logger.warning("%s was %s in %s, and is %s now", name, then, at.name, now)
-        mesh = checkpoint.manifest.about.get("mesh")
-        if mesh != str(model.mesh.axes):
-            logger.info("%s was saved on %s, and is resumed on %s", at.name, mesh, model.mesh.axes)
-
-
-def _check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
-    """Refuse another architecture, and parameters of other shapes."""
-    params, saved = saved_part(model, model.table)[0].params, blueprint.table.params
-    kinds = model.config.get("model_type"), blueprint.config.get("model_type")
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(f"{at} is a {kinds[1]}, the engine's model a {kinds[0]}; load the model that was saved")
-    for name in sorted({*params, *saved}):
-        if name not in params or name not in saved or params[name].dims != saved[name].dims:
-            then, now = (p[name].dims if name in p else "missing" for p in (saved, params))
-            raise CheckpointError(
-                f"{name} is {then} in {at} and {now} in the engine's model; resume with the model that was saved"
-            )
-    if blueprint.keymap.fresh:
-        raise CheckpointError(f"{at} has no {min(blueprint.keymap.fresh)}; give a checkpoint that has it")
-
-
-def _check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config: Sequence[str]) -> None:
-    """Refuse a `config.json` with which the saved weights would compute other values."""
-    # rope_theta or rms_norm_eps have no tensor whose shape could disagree: only the config tells.
-    for name, now, then in _differences(_flatten(model.config), _flatten(blueprint.config)):
-        field = name.rpartition(".")[2]
-        if {*name.split(".")} & {*_IRRELEVANT}:
-            continue
-        if field not in _WARN_ONLY and name not in new_config and field not in new_config:
-            raise CheckpointError(
-                f"{name} of config.json was {then} in {at}, and is {now} now, so the same weights would compute other "
-                f"values; load the model with the config.json of {at}, or confirm the change: mw.resume(engine, "
-                f"directory, new_config=[{name!r}])"
-            )
-        if model.mesh.rank == 0:
-            logger.warning("%s of config.json was %s in %s, and is %s now", name, then, at.name, now)
-
-
-def _flatten(config: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
-    """Return nested fields under dotted names, such as `text_config.rope_theta`."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flatten(value, f"{inside}{name}.") if isinstance(value, Mapping) else {inside + name: value}
-    return flat
-
-
-def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-    """Return (name, value now, value then) of all fields that differ. A missing field counts as None."""
-    names = [name for name in {**now, **then} if now.get(name) != then.get(name)]
-    return [(name, now.get(name), then.get(name)) for name in names]
 
 
 @contextlib.contextmanager
@@ -448,6 +347,8 @@ def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.steps = engine.optimizer.steps = trainer["step"]
     engine.tokens = trainer["tokens"]
     engine.router.resume(trainer["router_load"])
+    if engine.mtp is not None and "mtp_router_load" in trainer:
+        engine.mtp.router.resume(trainer["mtp_router_load"])
     rows = checkpoint.random_rows(engine.model.mesh)
     if rows:
         torch.set_rng_state(rows["host"])
@@ -468,8 +369,8 @@ def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Seq
             "checkpoint of adapters, or load it as the base: mw.load(..., lora=)"
         )
     blueprint = _blueprint_of(model, source, model.blueprint.head)
-    _check_same_table(model, blueprint, source.directory)
-    _check_same_config(model, blueprint, source.directory, new_config)
+    check_same_table(model, blueprint, source.directory)
+    check_same_config(model, blueprint, source.directory, new_config)
     spec = replace(model.blueprint.spec, table=blueprint.table)
     # Each rank reads its own bytes, as `mw.load(read="rank")` does.
     alone, files = range(model.mesh.rank, model.mesh.rank + 1), blueprint.keymap.source or source

@@ -15,18 +15,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
 from .. import parallel
-from ..axes import DENSE, Sum
 from ..checkpoint import SaveJob
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
+from ..models import WITH_MTP
 from ..optim import AdamW, Clip, LocalOptimizer, Optimizer, WholeMatrices, squares
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
@@ -46,6 +45,7 @@ from .agreement import (
 from .loss_terms import Terms
 from .losses import Loss, cross_entropy
 from .model import Model
+from .mtp import MtpRecord, MtpTraining, unreached_embedding
 from .optimizer_state import (
     COUNTERS,
     StateDict,
@@ -56,6 +56,7 @@ from .optimizer_state import (
     take_planes,
 )
 from .router import Router, refuse_pooled
+from .step_results import Results, StepRecord, loss_sum, norm_sum, norms_if_applied
 from .validation import (
     check_complete,
     check_engine,
@@ -68,37 +69,6 @@ from .validation import (
     norm_bound,
 )
 from .vision_sync import forced_tower_runs, sync_pictures, unused_tower_parameters, zero_gradients
-
-# Three float64: the shares of the loss and of the router's aux loss, and the number of ranks on which the loss failed.
-LOSS, NORM = Sum("the loss", DENSE, 24), Sum("the norm", DENSE, 8)
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The results of one optimizer step, the same on all ranks."""
-
-    step: int  # counted from 1
-    loss: float
-    grad_norm: float
-    lr: float
-    num_targets: int  # over all data ranks and micro-batches
-    num_tokens: int  # without padding
-    expert_load: Tensor | None = None  # [MoE layers, experts]: tokens routed to each expert
-    router_loss: float = 0.0  # the router's aux loss, which `loss` includes
-
-
-class _Results(NamedTuple):
-    """The results of a step that the host waits for, all of them finite."""
-
-    loss: float
-    norm: float
-    load: Tensor
-    router_loss: float
-
-
-def _norm_if_applied(reduced: Tensor, norm: Tensor) -> Tensor:
-    """Return the norm, NaN where the step raises: its loss is not finite, or has failed on a rank."""
-    return norm.where(reduced[:-1].sum().isfinite() & (reduced[-1] == 0), torch.nan)
 
 
 class Engine:
@@ -140,12 +110,16 @@ class Engine:
             known = ", ".join(model.blueprint.scores)
             raise ConfigError(f"entropy=True, but the head of this model computes only {known}; leave it out")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
+        self.mtp = MtpTraining(model, router_aux) if model.trains_mtp else None
         decayed = {p.name for p in model.table if p.decay}
         spec, whole = model.blueprint.spec, optimizer.needs_whole_matrix
         matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
         by_rows = {p.name for p in model.table if p.by_rows}
         self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices, by_rows)
         self._terms, self.trained = Terms(model, self.want), model.trained
+        # The copy of the embedding on a last stage that only looks tokens up for a detached MTP head has no gradient of
+        # its own. Zeros, summed with the first stage's, update both copies alike (Megatron-LM#4641).
+        self._looked_up = unreached_embedding(model)
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
         refuse_pooled(self.router, axes.pp)
@@ -166,20 +140,23 @@ class Engine:
         with self._discards_on_error():
             with region("forward and backward"):
                 reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
-                results = [reduced, self._norm(grads), self.router.load_LE]
+                results = [reduced, self._norms(grads), self.router.load_LE]
             waited = functools.cache(lambda: self._waited(results))
-            self._apply(step, grads, lambda: _norm_if_applied(reduced, results[1]), lambda: waited().norm)
-        loss, norm, load, router_loss = waited()
+            self._apply(step, grads, lambda: norms_if_applied(reduced, results[1]), lambda: waited().norms)
+        loss, norms, load, router_loss, mtp = waited()
         expert_load = load if self.router.balance.num_layers else None
-        return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, expert_load, router_loss)
+        sizes = step.num_targets, step.num_tokens
+        return StepRecord(self.steps, loss, norms[0], step.lr, *sizes, expert_load, router_loss, mtp)
 
-    def _waited(self, results: Sequence[Tensor]) -> _Results:
+    def _waited(self, results: Sequence[Tensor]) -> Results:
         """Wait for loss shares, norm and expert load. Raise unless all are finite: then no parameter was changed."""
         shares, norms, load = self.model.mesh.to_host(results)
         try:
-            term_loss, router_loss = self._checked_shares(shares)
-            loss = self._finite(term_loss + router_loss, "loss")
-            return _Results(loss, self._finite(norms.item(), "gradient norm"), load, router_loss)
+            loss, router_loss, mtp = self._finite_loss(self._checked_shares(shares))
+            finite_norms = self._finite_norms(norms)
+            if mtp is not None and finite_norms[1:]:
+                mtp = replace(mtp, grad_norm=finite_norms[1])
+            return Results(loss, finite_norms, load, router_loss, mtp)
         except Exception:
             self.model.calls.half_updated = ""  # a fused update, queued before, has seen it too
             raise
@@ -187,13 +164,12 @@ class Engine:
     @names_lost_ranks()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Compute the gradients of the loss over all micro-batches of all data ranks. Leave them on the parameters, and
-        return the loss."""
+        return the loss, without that of an MTP head."""
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
         with self._discards_on_error():
-            term_loss, router_loss = self._reduced_shares(self._backward(batches, step))
-            loss = self._finite(term_loss + router_loss, "loss")
-        self.model.calls.pending = replace(step, router_loss=router_loss)
+            loss, router_loss, mtp = self._finite_loss(self._reduced_shares(self._backward(batches, step)))
+        self.model.calls.pending = replace(step, router_loss=router_loss, mtp_record=mtp)
         return loss
 
     def _backward(self, batches: Sequence[Batch], step: Step) -> Tensor:
@@ -203,19 +179,31 @@ class Engine:
         def term(batch: Batch, scores: Scores | None) -> tuple[Tensor | None, Tensor]:
             # Forward has counted the routed tokens. The gradient of the aux loss depends on these counts, and backward
             # reads it from `Balance.slope_E`.
-            aux = self.router.set_slope(step.num_tokens, step.num_batches)
+            aux, mtp = self.router.set_slope(step.num_tokens, step.num_batches), self.mtp
+            if mtp is not None:
+                mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
             if scores is None:  # a pipeline stage without the head
-                return None, torch.stack([torch.zeros_like(aux), aux])
-            loss = self._share(batch, scores, step)
+                return None, torch.stack([torch.zeros_like(aux), aux, *([torch.zeros_like(aux)] * 2 if mtp else [])])
+            num = self._terms.num_scores
+            loss = self._share(batch, scores[:num], step)
+            shares = torch.stack([loss.detach().double(), aux])
+            if mtp is not None:
+                mtp_loss, reported = mtp.loss(batch, scores[num:], step.mtp)
+                loss, shares = loss + mtp_loss, torch.cat([shares, reported])
             check_trainable(loss)
-            return loss, torch.stack([loss.detach().double(), aux])
+            return loss, shares
 
-        local = self._local_batches(batches, step)
-        shares = parallel.run(self.model, local, self.want, term, f"step {self.steps}")
+        local, want = self._local_batches(batches, step), self.want + (WITH_MTP if self.mtp is not None else "")
+        shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
-        self.router.sum_load()
+        for router in self._routers:
+            router.sum_load()
         return shares
+
+    @property
+    def _routers(self) -> list[Router]:
+        return [self.router, *([] if self.mtp is None else [self.mtp.router])]
 
     @names_lost_ranks()
     def update(self) -> float:
@@ -223,32 +211,50 @@ class Engine:
         step, grads = self._pending(), self.model.grads()
         check_complete(grads, self.model.trainable)
         with self._discards_on_error():
-            norm = self._finite(self.norm(grads), "gradient norm")
-        on_device = lambda: torch.tensor(norm, dtype=torch.float64, device=self.model.mesh.device)  # noqa: E731 - short
-        self._apply(step, grads, on_device, lambda: norm)
-        return norm
+            norms = self._finite_norms(self.model.mesh.to_host([self._norms(grads)])[0])
+        on_device = lambda: torch.tensor(norms, dtype=torch.float64, device=self.model.mesh.device)  # noqa: E731 - short
+        self._apply(step, grads, on_device, lambda: norms)
+        return norms[0]
 
     def _apply(
-        self, step: Step, grads: Mapping[str, Tensor], on_device: Callable[[], Tensor], finite: Callable[[], float]
-    ) -> None:
+        self, step: Step, grads: Mapping[str, Tensor], on_device: Callable[[], Tensor],
+        finite: Callable[[], Sequence[float]],
+    ) -> None:  # fmt: skip
         """Clip the gradients, update parameters and optimizer state, and count the step.
 
-        The norm is of the whole model, so every rank scales by the same factor. torch's clip_grad_norm_ would count
-        replicated elements several times. `on_device`: the norm for a fused update, which is queued before the host
-        knows it. `finite` waits for it, and raises if nothing may be changed.
+        The norm is of the whole model, so every rank scales by the same factor; an MTP head may have its own.
+        torch's clip_grad_norm_ would count replicated elements several times. `on_device`: the norms for a fused
+        update, which is queued before the host knows them. `finite` waits for them, and raises if nothing may be
+        changed.
         """
         stored, max_norm = self.model.to_update(), math.inf if step.max_norm is None else step.max_norm
-        clip = Clip(on_device(), max_norm, finite) if self.optimizer.fuses(stored, grads) else None
-        norm = 0.0 if clip is not None else finite()  # before the mark, and before anything is changed
+        clip = self._clip(on_device(), max_norm, finite) if self.optimizer.fuses(stored, grads) else None
+        norms = [] if clip is not None else finite()  # before the mark, and before anything is changed
         with region("update"), self._marked_half_updated():
-            if grads and norm > max_norm:  # a pipeline stage may have no gradients
-                torch._foreach_mul_([*grads.values()], max_norm / norm)
+            for norm, group in zip(norms, self._clipped_together(grads), strict=False):
+                if group and norm > max_norm:  # a pipeline stage may have no gradients
+                    torch._foreach_mul_([*group.values()], max_norm / norm)
             self.optimizer.step(stored, grads, step.lr, clip)
-            self.router.trained()
+            for router in self._routers:
+                router.trained()
             self.discard()
             self.steps += 1
             self.tokens += step.num_tokens
         doing(f"step {self.steps - 1} done")
+
+    def _clip(self, norms: Tensor, max_norm: float, finite: Callable[[], object]) -> Clip:
+        """Return the clipping of a fused update."""
+        return Clip(norms[0], max_norm, finite, dict.fromkeys(self._apart, norms[-1]))
+
+    @property
+    def _apart(self) -> frozenset[str]:
+        """Return the parameters whose gradients have a norm of their own."""
+        return frozenset() if self.mtp is None else self.mtp.apart
+
+    def _clipped_together(self, grads: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return gradients in the groups that have a norm."""
+        trunk = {name: grad for name, grad in grads.items() if name not in self._apart}
+        return [trunk, {name: grads[name] for name in grads if name in self._apart}] if self._apart else [trunk]
 
     @names_lost_ranks()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -289,6 +295,8 @@ class Engine:
         check_ready(self.model, self.trained)
         counters = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
         counters |= {"router_load": self.router.trained_load.clone()}
+        if self.mtp is not None:
+            counters["mtp_router_load"] = self.mtp.router.trained_load.clone()
         if (lora := self.model.recipe.lora) is not None:
             counters["adapter_scale"] = torch.tensor(lora.scale, dtype=torch.float64)
         return {**planes_in_memory(self.model, self.optimizer, self.state_layout), COUNTERS: counters}
@@ -309,29 +317,40 @@ class Engine:
             self.steps = self.optimizer.steps = int(counters["step"])
             self.tokens = int(counters["tokens"])
             self.router.resume(counters["router_load"].tolist())
+            if self.mtp is not None:
+                self.mtp.router.resume(counters["mtp_router_load"].tolist())
 
         self.model.mesh.together(take, "load_state_dict", CheckpointError, "the state dict was not loaded")
 
     def discard(self) -> None:
         """Drop the gradients and the expert counts, also of a step that failed half-way. No collective."""
-        self.router.forget()
+        for router in self._routers:
+            router.forget()
         self.model.forget_grads()
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
-        """Return the global norm of reduced gradients, from the pieces that each rank stores.
+        """Return the global norm of reduced gradients, from the pieces that each rank stores. With mtp="head" it is
+        that of the trunk.
 
         Every element of the model counts once: its owner adds it, and other holders of the same element do not.
         """
-        (norm,) = self.model.mesh.to_host([self._norm(grads)])
-        return norm.item()
+        return self.norms(grads)[0]
 
-    def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        mesh = self.model.mesh
-        return mesh.all_reduce_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
+    def norms(self, grads: Mapping[str, Tensor]) -> list[float]:
+        """Return the norms by which gradients are clipped: one, and with mtp="head" another of the MTP head."""
+        (norms,) = self.model.mesh.to_host([self._norms(grads)])
+        numbers: list[float] = norms.tolist()
+        return numbers
+
+    def _norms(self, grads: Mapping[str, Tensor]) -> Tensor:
+        mesh, groups = self.model.mesh, self._clipped_together(grads)
+        sums = torch.stack([squares(group, self.model.owned, mesh.device) for group in groups])
+        return mesh.all_reduce_(sums, norm_sum(self.model.recipe)).sqrt()
 
     def _finish(self, step: Step) -> None:
         """Reduce gradients over the axes that FSDP leaves out, such as tp for norms. Do so once a step: a second
         all-reduce would multiply the gradients by the number of ranks."""
+        zero_gradients(self.model, self._looked_up)
         grads, unused = self.model.grads(), unused_tower_parameters(self.model, step.pictures)
         check_complete(grads, [name for name in self.model.trainable if name not in unused])
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
@@ -353,7 +372,7 @@ class Engine:
         """All-reduce the loss shares, and the number of ranks on which the loss failed. The result stays on the
         device."""
         failed = shares.new_full((1,), float(self._terms.failure is not None))
-        return self.model.mesh.all_reduce_(torch.cat([shares, failed]), LOSS)
+        return self.model.mesh.all_reduce_(torch.cat([shares, failed]), loss_sum(self.model.recipe))
 
     def _checked_shares(self, reduced: Tensor) -> list[float]:
         """Return the reduced shares. If the loss failed on any rank, raise on all ranks.
@@ -422,6 +441,17 @@ class Engine:
             pending = "gradients of another engine" if step else "no gradients"
             raise StateError(f"update() of step {self.steps} has {pending}; call backward(batches) first")
         return step
+
+    def _finite_loss(self, shares: Sequence[float]) -> tuple[float, float, MtpRecord | None]:
+        """Return the loss, the router's aux loss in it, and what the MTP head reports, from reduced shares."""
+        term_loss, router_loss, *reported = shares
+        loss = self._finite(term_loss + router_loss, "loss")
+        mtp = MtpRecord(self._finite(reported[0], "loss of the MTP head"), reported[1]) if reported else None
+        return loss, router_loss, mtp
+
+    def _finite_norms(self, norms: Tensor) -> list[float]:
+        whats = ("gradient norm", "gradient norm of the MTP head")
+        return [self._finite(norm, what) for norm, what in zip(norms.tolist(), whats, strict=False)]
 
     def _finite(self, number: float, what: str) -> float:
         """Return the number, or raise before any parameter changes. It is equal on all ranks, so all raise or none."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
-from ..models import LM_HEAD, SCORE, classifier_of
-from ..sharding import Piece, check_rows_to_write
+from ..log import logger
+from ..models import LM_HEAD, PREFIX, SCORE, classifier_of, family_of, text_config, with_mtp_layers
+from ..sharding import MTP, Piece, check_rows_to_write
 from ..watch import names_lost_ranks
 from .adapters import check_has_adapters, merged_values
 from .agreement import Proposal, agree, check_is_model
@@ -284,7 +285,8 @@ def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
     A new value head changes the architecture to a classifier. Its number of labels is written out if it is 1, since
     transformers assumes 2. If transformers has no classifier class for the family, no architecture is named.
     """
-    config = weights.exported_config(model.config, choices.dtype, _keymap(model, choices))
+    keymap = _keymap(model, choices)
+    config = _with_mtp_layers(model, weights.exported_config(model.config, choices.dtype, keymap), keymap)
     if not _has_new_value_head(model):
         return config
     config["architectures"] = [classifier_of(model.config)]
@@ -292,6 +294,22 @@ def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
         del config["architectures"]
     num = model.blueprint.module.shape.labels.num
     return {**config, "num_labels": 1} if num == 1 else config
+
+
+def _with_mtp_layers(model: Model, config: dict[str, Any], keymap: weights.KeyMap) -> dict[str, Any]:
+    """Return a config that promises MTP layers exactly where the files have some.
+
+    A source may disagree with itself: libraries that drop `mtp.*` keep the config (unsloth#11042). Where the field is
+    absent, readers take one layer, so files with layers need no field.
+    """
+    field, has = family_of(model.config).mtp, any(key.startswith(PREFIX) for key in keymap.keys)
+    says, is_new = text_config(config).get(field), any(name.startswith(MTP) for name in model.keymap.fresh)
+    if not field or has == bool(says) or (has and says is None and not is_new):
+        return config
+    if model.mesh.rank == 0:
+        files = "have an MTP head" if has else "have no MTP head (mtp.*)"
+        logger.info("config.json has %s=%s and the files %s: the export says %d", field, says, files, has)
+    return with_mtp_layers(config, field, int(has))
 
 
 def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMap) -> None:

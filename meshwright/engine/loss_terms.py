@@ -30,6 +30,7 @@ class Terms:
     def __init__(self, model: Model, want: str) -> None:
         self.model, self.want = model, want
         self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
+        self.num_scores = len(self._names)
         self._checked_loss: Loss | None = None  # the last loss whose fields and terms were checked
         self.failure: Exception | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import parallel
 from ..blueprint import Blueprint
 from ..checkpoint import extents_of_model
-from ..errors import ConfigError, LoadError, StateError, counted
+from ..errors import ConfigError, LoadError, StateError
 from ..log import logger
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
@@ -31,6 +31,7 @@ from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
 from ..recipe import Pipeline, Recipe, RecipeFields
 from ..sharding import (
+    MTP,
     Charge,
     Line,
     Piece,
@@ -70,6 +71,7 @@ from ..weights import (
     rows_of,
 )
 from .gradient_start import begun_backward
+from .loading_checks import log_left_wide, log_mtp, refuse_training_read_only
 from .validation import check_loading, check_unquantised, show_fields_in_help
 
 
@@ -203,6 +205,11 @@ class Model:
         """Return this rank's piece of a parameter, as its module holds it."""
         return self._parameters()[name]
 
+    @property
+    def trains_mtp(self) -> bool:
+        """Tell whether a step runs the MTP head."""
+        return any(name.startswith(MTP) for name in self.trained)
+
     def placement(self, name: str) -> Placement:
         """Return the mesh axes that shard, split and replicate a parameter."""
         return place(self.table[name], self.blueprint.spec.rules, self.mesh.axes)
@@ -266,7 +273,8 @@ class Model:
         It takes no memory, since the base's weights are the model's own. Not for steps. Refused if `train` names
         weights of the base: without adapters the model would still not be its base.
         """
-        changed = [name for name in self.trained if not self.table[name].adapter and name not in self.keymap.fresh]
+        new = (name for name in self.trained if not self.table[name].adapter and name not in self.keymap.fresh)
+        changed = [name for name in new if not name.startswith(MTP)]  # which scores no token of the model
         if changed:
             raise ConfigError(
                 f"{changed[0]} is trained beside the adapters ({len(changed)} such parameters), so model.base() would "
@@ -343,6 +351,7 @@ def load(
     assert scaled is not None
     num_bytes = _read_frozen_scales(model, scaled, len(node) > 1)
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, scaled)
+    log_mtp(model.blueprint, model.trained, model.mesh)
     # Parameters that the files lack, such as a new value head: seed 0, so that every run starts from the same ones.
     _fill_fresh(model, model.keymap.fresh, seed=0)
     if recipe.lora is not None and recipe.lora.path:
@@ -396,13 +405,13 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     compute = blueprint.compute
     trained = {*blueprint.trained()}
     blueprint.mark(trained)
-    _refuse_training_read_only(blueprint, trained)
+    refuse_training_read_only(blueprint, trained)
     memory = parallel.with_compiled(blueprint.recipe, blueprint.module, mesh.device).memory
     blueprint = with_hold(blueprint.with_options(memory=memory), mesh.axes, compute, mesh.least_bytes)
     # Compare with the memory of the devices before any is allocated. The optimizer is not known yet, so only weights
     # count now; `Engine` compares again.
     values, codings = blueprint.stored_dtypes(compute, trained), blueprint.codings(trained, mesh.axes)
-    _log_left_wide(blueprint.left_wide(trained, mesh.axes), mesh)
+    log_left_wide(blueprint.left_wide(trained, mesh.axes), mesh)
     if mesh.rank == 0 and (left := blueprint.left_out(trained)):
         logger.info("%s", left)
     low = gathered_in_fp8(blueprint.spec, trained, wide=memory.gathers_wide)
@@ -426,31 +435,9 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     return Model(mesh, blueprint, stages, fp8_gather, names, small, begun)
 
 
-def _log_left_wide(names: list[str], mesh: Mesh) -> None:
-    """Say which matrices are stored as values though others of their kind are stored in 4 bits."""
-    if names and mesh.rank == 0:
-        logger.info(
-            "%s is stored as values and not in 4 bits, as %s: the columns of a rank are not whole blocks",
-            names[0], counted(len(names), "such matrix", "such matrices"),
-        )  # fmt: skip
-
-
 def _itemsizes(values: Mapping[str, torch.dtype]) -> dict[str, int]:
     """Return the bytes per element of each parameter."""
     return {name: dtype.itemsize for name, dtype in values.items()}
-
-
-def _refuse_training_read_only(blueprint: Blueprint, trained: Container[str]) -> None:
-    """Refuse to train parameters in a format that is read only, such as 4 bits: an export could not write them."""
-    for param in blueprint.table:
-        read_only = blueprint.keymap.only_read(param)
-        if read_only is not None and param.name in trained:
-            key, form = read_only
-            raise ConfigError(
-                f"{key} is {form}, a format that Meshwright reads but cannot train, and train= includes {param.name}; "
-                "train others, such as train=['*norm*'], adapters with lora=mw.Lora(), or none with train=[], "
-                "or use the model in bfloat16 or FP8"
-            )
 
 
 def _refuse_state_dict(*_: object) -> None:

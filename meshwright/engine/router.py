@@ -26,14 +26,14 @@ from ..models import Balance
 MODES = ("pooled", "previous")
 
 
-def pooled_counts(balance: Balance) -> Sum:
+def pooled_counts(balance: Balance, label: str = "") -> Sum:
     """Return the all-reduce of routed token counts, once per micro-batch, if the "pooled" aux loss is trained."""
-    return Sum("the router's pooled counts", TOKENS, 8 * balance.num_experts)
+    return Sum(f"{label}the router's pooled counts", TOKENS, 8 * balance.num_experts)
 
 
-def step_load(balance: Balance) -> Sum:
+def step_load(balance: Balance, label: str = "") -> Sum:
     """Return the all-reduce of the expert load, once per step, if the model has experts."""
-    return Sum("the load of the experts", DENSE, 8 * balance.num_experts * balance.num_layers)
+    return Sum(f"{label}the load of the experts", DENSE, 8 * balance.num_experts * balance.num_layers)
 
 
 def refuse_pooled(router: Router, pp: int) -> None:
@@ -53,10 +53,11 @@ class Router:
     `trained` when the update is applied, or `forget` if the step failed.
     """
 
-    def __init__(self, balance: Balance, mesh: Mesh, mode: str) -> None:
+    def __init__(self, balance: Balance, mesh: Mesh, mode: str, label: str = "") -> None:
+        """`label`: stands before the names of the collectives, where a model has two routers."""
         if mode not in MODES:
             raise ConfigError(f"router_aux={mode!r} is unknown; choose from {', '.join(MODES)}")
-        self.balance, self.mesh, self.mode = balance, mesh, mode
+        self.balance, self.mesh, self.mode, self.label = balance, mesh, mode, label
         shape = (balance.num_layers, balance.num_experts)
         # Load over all ranks: of the last step that ran, and of the last one whose update was applied. They differ if a
         # step was discarded, and "previous" must not use its counts.
@@ -84,7 +85,7 @@ class Router:
     def _pooled(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return each expert's share of the tokens of this micro-batch, and how many tokens those are, over all layers
         and ranks."""
-        self.mesh.all_reduce_(counts_E, pooled_counts(self.balance))
+        self.mesh.all_reduce_(counts_E, pooled_counts(self.balance, self.label))
         num = (counts_E.sum() / self.balance.top_k).clamp_min(1)
         return counts_E / num, num
 
@@ -98,7 +99,7 @@ class Router:
     def sum_load(self) -> None:
         """All-reduce the load of every expert over the step."""
         if self.balance.num_layers:
-            self.load_LE = self.mesh.all_reduce_(self._local_LE, step_load(self.balance))
+            self.load_LE = self.mesh.all_reduce_(self._local_LE, step_load(self.balance, self.label))
             self.forget()
 
     def trained(self) -> None:

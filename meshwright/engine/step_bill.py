@@ -1,7 +1,7 @@
 """The bill of an engine step: the model's collectives, and the engine's own.
 
 The engine adds the agreement, and the all-reduces of the loss, the norm and the expert load. Their descriptions are
-those that the engine runs (`LOSS`, `NORM`, `step_load`), so the bill cannot drift from the code.
+those that the engine runs (`loss_sum`, `norm_sum`, `step_load`), so the bill cannot drift from the code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from ..ops.codings import FP8
 from ..optim import AdamW, Optimizer
 from ..sharding import Charge, Pictures, Work, bill
 from .agreement import NUM_COLUMNS, STEP, agreement_name
-from .engine import LOSS, NORM
 from .model import Model
+from .mtp import LABEL
 from .router import pooled_counts, step_load
+from .step_results import loss_sum, norm_sum
 from .vision_sync import forced_tower_runs
 
 
@@ -45,12 +46,13 @@ def engine_bill(
         # Between hosts, in float64. With accelerators and more than 32 ranks it runs as several smaller all-gathers, of
         # which the last has this size.
         charges.append(Charge(agreement_name(STEP), "all_gather", DENSE, axes.world * NUM_COLUMNS * 8, 1))
-        charges += [Charge.of(LOSS), Charge.of(NORM)]
-        balance = blueprint.balance
-        if balance.num_layers:
-            charges.append(Charge.of(step_load(balance)))
-        if balance.num_layers and balance.coefficient and router_aux == "pooled":
-            charges.append(Charge.of(pooled_counts(balance), work.num_batches))
+        charges += [Charge.of(loss_sum(blueprint.recipe)), Charge.of(norm_sum(blueprint.recipe))]
+        mtp = blueprint.module.mtp
+        for balance, label in ((blueprint.balance, ""), *([] if mtp is None else [(mtp.balance, LABEL)])):
+            if balance.num_layers:
+                charges.append(Charge.of(step_load(balance, label)))
+            if balance.num_layers and balance.coefficient and router_aux == "pooled":
+                charges.append(Charge.of(pooled_counts(balance, label), work.num_batches))
     trained = [param for param in blueprint.spec.params(axes, rank) if param.name not in work.frozen]
     charges += optimizer.charges(trained, blueprint.spec.rules, axes, work.stored_bytes)
     return charges

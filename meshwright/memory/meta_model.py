@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..axes import Axes
-from ..models import Decoder, Quantisable
+from ..models import WITH_MTP, Decoder, Quantisable
 from ..models.decoder import Embedding
 from ..ops.codings import Coding, in_memory
 from ..parallel import context, expert, lookup, recompute, tensor
@@ -170,9 +170,12 @@ def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = N
     # One document: where documents end does not change what a packed stream stores.
     own = num_tokens // (axes.cp * axes.tp)
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
-    model.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
-    model.balance.slope_E = torch.zeros(model.balance.num_experts, device="meta")
-    return model(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), model.scores[0], x_TD)[0]
+    for balance in (model.balance, *([] if model.mtp is None else [model.mtp.balance])):
+        balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
+        balance.slope_E = torch.zeros(balance.num_experts, device="meta")
+    want = model.scores[0] + (WITH_MTP if model.mtp is not None else "")
+    score, *mtp = model(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), want, x_TD)
+    return score + mtp[0] if mtp else score
 
 
 def _forms(spec: ShardingSpec, stage: Stage, axes: Axes, seen: Seen) -> Iterator[tuple[str, torch.dtype | Coding]]:

@@ -6,20 +6,21 @@ To add a family, write its file and name it in FAMILIES, or add it from outside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, replace
 
 from torch import device
 
 from ..errors import ConfigError, UnknownKey
-from ..recipe import Lora
+from ..recipe import Recipe
 from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen4_exp
-from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
+from .decoder import LM_HEAD, SCORE, SCORE_BIAS, WITH_MTP, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
 from .linear import Quantisable
 from .lora import ADAPTER
 from .lora_targets import adapt, adapters_of, without_adapters
+from .mtp import PREFIX, check_mtp, give_mtp, with_mtp_layers
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
 from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, tower_shape_of
@@ -34,19 +35,26 @@ class Family:
     carried: tuple[str, ...] = ()  # keys that are copied to exports but not trained (multi-token prediction, tower)
     classifier: str = ""  # transformers' sequence classifier class, if it has one
     served: str = ""  # layout in which vLLM reads adapters of its routed experts; by default that of the source
+    mtp: str = ""  # the field of the config that counts the layers of its MTP head; empty if it has none
 
 
 _PREFIXES, _CARRIED = ("model.", "", "model.language_model."), ("mtp.*", "model.visual.*")
+_MTP = "mtp_num_hidden_layers"
 _HASHES = ("*.ple_embedding.layer_multipliers", "*.ple_embedding.ngram_heads_*")  # they follow from the config
 FAMILIES = {
     "qwen2": Family(qwen2.build, classifier="Qwen2ForSequenceClassification"),
     "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),
     "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification", served="per-expert"),
-    "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
+    "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification", mtp=_MTP),
     # transformers 5.23 has no classifier
-    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED, served="fused"),
-    "qwen3_next": Family(qwen3_next.build, carried=("mtp.*",), classifier="Qwen3NextForSequenceClassification"),
-    "qwen4_exp_text": Family(qwen4_exp.build, _PREFIXES, (*_CARRIED, *_HASHES), served="fused"),
+    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED, served="fused", mtp=_MTP),
+    "qwen3_next": Family(
+        qwen3_next.build,
+        carried=("mtp.*",),
+        classifier="Qwen3NextForSequenceClassification",
+        mtp="num_nextn_predict_layers",
+    ),
+    "qwen4_exp_text": Family(qwen4_exp.build, _PREFIXES, (*_CARRIED, *_HASHES), served="fused", mtp=_MTP),
     "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
     "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
 }
@@ -130,23 +138,26 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
     return next((p for p in prefixes if p + "embed_tokens.weight" in keys), prefixes[0])
 
 
-def describe(
-    config: Json, prefix: str, head: str, keys: Container[str] = (), *, tower: bool = False, lora: Lora | None = None
-) -> tuple[Decoder, Table]:
+def describe(config: Json, prefix: str, recipe: Recipe = Recipe(), keys: Collection[str] = ()) -> tuple[Decoder, Table]:
     """Build the model on the meta device and its table; check that declarations cover everything exactly once.
 
-    `keys`: those of the source. `tower`: build the vision tower too; otherwise its keys are carried along unchanged.
-    `lora`: give linear layers adapters.
+    `keys`: those of the source. Keys of a vision tower or an MTP head that is not trained are carried along unchanged.
     """
-    family, text = family_of(config), text_config(config)
+    family, text, head = family_of(config), text_config(config), recipe.head
+    has_mtp = recipe.mtp != "carried"
+    if has_mtp:
+        check_mtp(text, family.mtp, head=head, tower=recipe.tower, mode=recipe.mtp)
     if SCORE_BIAS in keys:  # a critic is often saved with the unchanged config of the language model it started from
         text = {**text, "token_classification_bias": True}
     with device("meta"):
         model = family.build(text, prefix, head)
-        if tower:
+        if recipe.tower:
             _give_tower(model, config)
-        if lora is not None:
-            adapt(model, lora)
+        if recipe.lora is not None:
+            adapt(model, recipe.lora)  # before the MTP head, which is trained whole
+        if has_mtp:
+            new = not any(key.startswith(PREFIX) for key in keys)
+            give_mtp(model, family.build, text, mode=recipe.mtp, weight=recipe.mtp_weight, new=new)
     if head == "lm" and SCORE in keys:
         raise UnknownKey(
             f"the source holds {SCORE}, the head of a classifier or a critic, not of a language model; "
@@ -154,9 +165,11 @@ def describe(
         )
     drops_head = head != "lm" and not model.shape.tied
     dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
-    carried = [pattern for pattern in family.carried if not (tower and pattern.startswith(VISUAL))]
+    declared = (*((VISUAL,) if recipe.tower else ()), *((PREFIX,) if has_mtp else ()))
+    carried = [pattern for pattern in family.carried if not pattern.startswith(declared)]
     num_first = 1 if model.tower is None else max(1, len(model.tower.shape.taps))
-    return model, collect(model, (*carried, *dropped), "embed.weight" if model.tied else None, num_first)
+    both_ends = "embed.weight" if model.tied or has_mtp else None
+    return model, collect(model, (*carried, *dropped), both_ends, num_first)
 
 
 def placeholders_of(config: Json) -> tuple[int, int]:

@@ -6,8 +6,11 @@ A family supplies the layers. Between them each rank of tp x cp holds its own to
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +22,12 @@ from .hf_config import Labels
 from .router_balance import Balance
 from .vision_tower import Tower, VisionInput
 
+if TYPE_CHECKING:
+    from .mtp import MtpHead
+
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
+WITH_MTP = "+mtp"  # what `want` ends with where the MTP head runs too: in training
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as in transformers' classifiers
 
 
@@ -128,6 +135,11 @@ class Layer(nn.Module):
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
+# What the trunk made of own tokens, before and behind the final norm -> the state of the MTP head, its labels, and
+# whether its gradient ends there.
+Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, bool]]
+
+
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores. `[T, V]` logits exist in full only if a caller asks for them."""
 
@@ -143,20 +155,40 @@ class LanguageHead(nn.Module):
         self.vocab = Span("vocab", shape.vocab)
         self.enter = Door(ENTER, shape.width)
         self.meet = Door(MEET, 3, floats=True)
+        self.mtp: MtpHead | None = None
 
-    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return scores, and with `predict` those of the MTP head: log-probabilities, and whether each label is the
+        likeliest word."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
-        own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
+        h_TD = self.norm(x_TD)
+        scores = self.score(h_TD, labels_T, want, weight_VD)
+        if predict is None:
+            return scores
+        z_TD, next_labels_T, detached = predict(x_TD, h_TD)
+        stats_NT3 = self.stats(z_TD, next_labels_T, weight_VD.detach() if detached else weight_VD)
+        return (*scores, ops.combine_stats(stats_NT3)[0], ops.is_likeliest(stats_NT3))
+
+    def score(self, x_TD: Tensor, labels_T: Tensor, want: str, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Return what `want` names, from what the final norm returns."""
+        if want in ("logprobs", "entropy"):
+            logprobs_T, entropy_T = ops.combine_stats(self.stats(x_TD, labels_T, weight_VD, entropy=want == "entropy"))
+            return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
+        x_TD = self.enter(x_TD)
         if want == "target_logits":  # before the product: a row is as wide as the vocabulary
-            x_TD, want = x_TD[labels_T >= 0], "logits"
-        if want == "logits":
-            return (ops.upcast(ops.linear(x_TD, weight_VD)),)
+            x_TD = x_TD[labels_T >= 0]
+        return (ops.upcast(ops.linear(x_TD, weight_VD)),)
+
+    def stats(self, x_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, entropy: bool = False) -> Tensor:
+        """Return three numbers for each own token and slice of the vocabulary. -> stats_NT3"""
         # Labels are shifted into this rank's slice of the vocabulary; those of other slices become out of range.
-        stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
+        labels_T, own_tokens = labels_T - self.vocab.start, len(x_TD)
+        stats_T3 = ops.token_stats(self.enter(x_TD), weight_VD, labels_T, entropy=entropy)
         # An all-to-all gives each rank the stats of all slices for its own tokens: [T, 3] instead of [T, V] travels.
-        logprobs_T, entropy_T = ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
-        return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
+        return self.meet(stats_T3).view(-1, own_tokens, 3)
 
 
 class ValueHead(nn.Module):
@@ -172,7 +204,9 @@ class ValueHead(nn.Module):
         self.weight = weight(rows, cols, key=SCORE, init=init, optional=labels.new)
         self.bias = weight(rows, key=SCORE_BIAS, decay=False, init=Init("zeros")) if labels.bias else None
 
-    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+    ) -> tuple[Tensor, ...]:
         values_TL = ops.upcast(ops.linear(self.norm(x_TD), self.weight, self.bias))
         return (
             values_TL.squeeze(-1).clone(),
@@ -188,7 +222,9 @@ class NoHead(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+    ) -> tuple[Tensor, ...]:
         return (self.norm(x_TD),)
 
 
@@ -245,10 +281,20 @@ class Decoder(nn.Module):
         stage.tied, stage.scores = self.tied, self.scores
         stage.tower = self.tower if first else None
         tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
-        stage.embed = self.embed if first else tied if last else None
+        stage.embed = self.embed if first or (last and self.mtp is not None) else tied if last else None
         stage.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
         stage.head = self.head if last else None
         return stage
+
+    @property
+    def mtp(self) -> MtpHead | None:
+        """Return the MTP head, if it is trained, on the stage that has it."""
+        return self.head.mtp if isinstance(self.head, LanguageHead) else None
+
+    @property
+    def every_layer(self) -> list[nn.Module]:
+        """Return the layers of the trunk, and that of the MTP head."""
+        return [*self.layers.values(), *([] if self.mtp is None else [self.mtp.layer])]
 
     @property
     def vocabulary(self) -> str:
@@ -271,7 +317,13 @@ class Decoder(nn.Module):
         """
         ends = (None, None) if self.tied else (self.embed, self.head)
         tower = [] if self.tower is None else self.tower.units()
-        return [unit for unit in (*tower, ends[0], *self.layers.values(), ends[1]) if unit is not None]
+        return [unit for unit in (*tower, ends[0], *self.layers.values(), self.mtp, ends[1]) if unit is not None]
+
+    def kept_units(self) -> list[nn.Module]:
+        """Return the units that stay gathered from forward to backward: those with which backward begins, and an
+        embedding in which the MTP head looks up tokens a second time."""
+        twice = [self.embed] if self.mtp is not None and not self.tied and self.embed is not None else []
+        return [self, *self.units()[-1:], *([] if self.mtp is None else [self.mtp]), *twice]
 
     def forward(
         self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
@@ -279,8 +331,10 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Run the stage.
 
-        `want`: what the head computes. `sight`: the images of the first stage, if this rank has any.
+        `want`: what the head computes, ending in `WITH_MTP` where the MTP head runs too. `sight`: the images of the
+        first stage, if this rank has any.
         """
+        stream_T = tokens_T
         rows: tuple[
             Tensor, ...
         ] = ()  # image features: for the embedding, then for each of the first layers (deepstack)
@@ -308,4 +362,23 @@ class Decoder(nn.Module):
         if self.head is None:
             return (x_TD,)
         tied_VD = self.embed.weight if self.tied and self.embed is not None else None
-        return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD))
+        predict = None
+        if want.endswith(WITH_MTP):
+            want, predict = want.removesuffix(WITH_MTP), partial(self._predict, stream_T, labels_T, rope, docs)
+        return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD, predict))
+
+    def _predict(
+        self, tokens_T: Tensor, labels_T: Tensor, rope: Rope, docs: ops.Documents, x_TC: Tensor, h_TD: Tensor
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        """Run the MTP head on own tokens; return its states, their labels, and whether its gradient ends there.
+
+        Tokens and labels are moved along the whole stream, before this rank takes its own: a move behind the cut loses
+        the last of each rank (NeMo-Automodel#3544).
+        """
+        assert self.mtp is not None, "the last stage has it"
+        assert isinstance(self.embed, Embedding), "the last stage has it too"
+        hidden_TC = x_TC if self.mtp.reads_streams else h_TD
+        with torch.no_grad() if self.mtp.detached else contextlib.nullcontext():
+            next_TD = self.embed(self.share(ops.next_in_document(tokens_T, docs, 0)))
+        z_TD = self.mtp(hidden_TC.detach() if self.mtp.detached else hidden_TC, next_TD, rope, docs)
+        return z_TD, self.share(ops.next_in_document(labels_T, docs, -100)), self.mtp.detached

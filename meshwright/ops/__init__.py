@@ -16,13 +16,13 @@ from .attention import attention
 from .chosen_blocks import Choice, TokenBlocks, block_attention, block_keys, blocks_of, choose_blocks
 from .deferred_weight_grads import Jobs, deferring_weight_grads
 from .delta import causal_conv, delta_rule, gates
-from .documents import WHOLE, Documents, Parts, documents
+from .documents import WHOLE, Documents, Parts, documents, has_next, next_in_document
 from .experts import LowRank, experts, route
 from .fp8_storage import FrozenWeight, Grid, Weight
 from .fp8_tensor import Blocks, Fp8, Quantised
 from .host_memory import to_device
 from .kernels import uncompiled
-from .loss import combine_stats, token_stats
+from .loss import combine_stats, is_likeliest, token_stats
 from .matmul import linear, linears
 from .meta_kernels import planned_for, to_host
 from .ngrams import NgramHash, ngram_rows

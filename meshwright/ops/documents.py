@@ -113,6 +113,17 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
     return Documents(bounds, to_device(cu_seqlens, device), to_device(positions_T, device))
 
 
+def has_next(docs: Documents) -> Tensor:
+    """Return a mask of the tokens that are not the last of their document."""
+    starts_T = docs.positions_T == 0
+    return ~torch.cat([starts_T[1:], starts_T[:1]])
+
+
+def next_in_document(x_T: Tensor, docs: Documents, fill: int) -> Tensor:
+    """Return what the next token of the same document has; `fill` at the last one."""
+    return x_T.roll(-1).where(has_next(docs), fill)
+
+
 def check_tokens(docs: Documents, **streams: Tensor) -> None:
     """Refuse a stream whose first dim is not the T of its documents, a slip that broadcasting could hide.
 

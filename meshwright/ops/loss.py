@@ -45,7 +45,7 @@ def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 
     """Reduce each token's logits over these V words to three numbers, in at least float32. -> stats_T3
 
     They are logsumexp; the label's logit (0 where the label is not one of 0..V-1); and minus the entropy of the softmax
-    over these words. `entropy=False` skips the third: it is zeros, and its gradient is ignored.
+    over these words. With `entropy=False` the third is the largest logit instead, and its gradient is ignored.
     """
     return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), entropy)
 
@@ -74,6 +74,12 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     lse_T = lse_NT.logsumexp(0)
     share_NT = lse_NT - lse_T
     return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + neg_entropy_NT)).sum(0)
+
+
+def is_likeliest(stats_NT3: Tensor) -> Tensor:
+    """Return whether the label of each token has the largest logit, from stats without entropy."""
+    _, target_NT, largest_NT = stats_NT3.detach().unbind(-1)
+    return target_NT.sum(0) == largest_NT.amax(0)
 
 
 class _TokenStats(torch.autograd.Function):
@@ -265,8 +271,8 @@ def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_probs: bool)
     target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~is_local_T1, 0.0)
     sums_T3 = torch.cat([_row_sums(rows_TV, entropy, into_probs) for (rows_TV,) in _row_blocks(logits_TV)])
     largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
-    neg_entropy_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else weighted_T1
-    return torch.cat([largest_T1 + sum_T1.log(), target_T1, neg_entropy_T1], dim=-1)
+    third_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else largest_T1
+    return torch.cat([largest_T1 + sum_T1.log(), target_T1, third_T1], dim=-1)
 
 
 def _row_sums(rows_TV: Tensor, entropy: bool, into_probs: bool) -> Tensor:

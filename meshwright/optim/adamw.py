@@ -84,8 +84,9 @@ class AdamW(Optimizer):
 
         numbers = adamw.Update(lr, step, self.betas, self.eps, self.weight_decay * decays, clip.max_norm)
         means, squares = slices.state
-        for weight, grad, mean, square in zip(slices.params, slices.grads, means, squares, strict=True):
-            adamw.update(adamw.Slice(weight, dense(grad), mean, square), clip.norm, numbers)
+        for name, *tensors in zip(slices.names, slices.params, slices.grads, means, squares, strict=True):
+            weight, grad, mean, square = tensors
+            adamw.update(adamw.Slice(weight, dense(grad), mean, square), clip.norm_of(name), numbers)
         # What was made of a weight, such as its FP8 codes, is made anew when the weight's version has changed.
         torch.autograd.graph.increment_version([*slices.params, *means, *squares])
 

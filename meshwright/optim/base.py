@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -52,13 +52,19 @@ class Slices:
 class Clip:
     """The clipping that a fused update does while it reads gradients, which stay as they are.
 
-    `norm`: of all gradients, on their device; where it is not finite, the update must write nothing. `max_norm`:
-    infinite for no clipping. `finite` waits for the device, and raises where nothing was written.
+    `norm`: of the gradients, on their device; where it is not finite, the update must write nothing. `max_norm`:
+    infinite for no clipping. `finite` waits for the device, and raises where nothing was written. `apart`: another norm
+    for some parameters, by name.
     """
 
     norm: Tensor
     max_norm: float
-    finite: Callable[[], float]
+    finite: Callable[[], object]
+    apart: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def norm_of(self, name: str) -> Tensor:
+        """Return the norm by which a parameter's gradient is clipped."""
+        return self.apart.get(name, self.norm)
 
     @property
     def factor(self) -> Tensor:

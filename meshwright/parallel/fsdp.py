@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ..axes import Axes
 from ..mesh import Mesh
 from ..mesh.local_collectives import all_gather_into, reduce_scatter_into, serves
-from ..sharding import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
+from ..sharding import MTP, TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,9 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
     By default FSDP prefetches in the reverse order of the forwards it has seen. With pipeline stages those are forwards
     of several micro-batches, so it would gather a unit again that was just freed. It would also gather frozen units
     that backward never reaches.
+
+    An MTP head is left out. FSDP's hook on the language head runs for each of its outputs, the last time when backward
+    has left the MTP head: it would gather a unit again that was just freed.
     """
     text_units, vision_units = (
         passed(stage, spec, axes, trained, pictures=with_pictures) for with_pictures in (False, True)
@@ -170,6 +173,9 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
     for unit in in_order(stage.units):
         module, in_tower = stage.module.get_submodule(unit.name), unit.name.startswith(TOWER)
         if isinstance(module, FSDPModule):
+            if unit.name.startswith(MTP):
+                module.set_modules_to_backward_prefetch([module])
+                continue
             module.set_modules_to_backward_prefetch([previous.get(in_tower, module)])
             if part_of(unit.name) in always_run:
                 previous[in_tower] = module

@@ -53,7 +53,7 @@ def arm(model: Decoder, memory: MemoryOptions) -> None:
     mark(model, memory)
     if memory.recompute == "none" and not memory.compiled:
         return
-    for layer in model.layers.values():
+    for layer in model.every_layer:
         if not isinstance(layer, Layer):
             raise ConfigError(
                 f"recompute= and compiled= work on subclasses of models.decoder.Layer, and {type(layer).__name__} is "
@@ -84,7 +84,7 @@ def _recomputed(run: Callable[..., Tensor], memory: MemoryOptions) -> Callable[.
 def mark(model: Decoder, memory: MemoryOptions) -> None:
     """Mark the doors that backward passes again, so that the bill counts their collectives. `plan` tries several
     options on one model, so marks are overwritten."""
-    for layer in model.layers.values():
+    for layer in model.every_layer:
         _mark(layer, full=memory.recompute == "full", to_end=isinstance(layer, Layer) and layer.needs_output)
 
 

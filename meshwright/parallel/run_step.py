@@ -192,5 +192,7 @@ class _Passes:
         """Exclude padding tokens from expert counts and the aux loss of this micro-batch (transformers#28505)."""
         mesh = self.model.mesh
         lo, hi = mesh.token_range(len(batch))
-        padding_at = len(batch) - batch.num_filler
-        self.parts[number].balance.begin(torch.arange(lo, hi, device=mesh.device) < padding_at)
+        is_real_T = torch.arange(lo, hi, device=mesh.device) < len(batch) - batch.num_filler
+        self.parts[number].balance.begin(is_real_T)
+        if (mtp := self.parts[number].mtp) is not None:  # the last token of a document has no next one to predict from
+            mtp.balance.begin(is_real_T & ops.has_next(batch.docs)[lo:hi])

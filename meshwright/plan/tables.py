@@ -78,7 +78,7 @@ def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
     form = figures.stored_form(param.name)
     shapes = [in_memory(piece(param, rules, axes, at).shape, form) for at in coords]
     num_bytes = [prod(shape) * dtype.itemsize for shape, dtype in shapes]
-    remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
+    remarks = {"tied: the head too": param.both_ends and blueprint.module.tied, "never rounded": param.float32,
                f"frozen, in {form.name if isinstance(form, Coding) else ''}": isinstance(form, Coding),
                "not in the files: initialised": param.name in blueprint.keymap.fresh,
                f"at pp {' and '.join(map(str, sorted(places)))}": axes.pp > 1 and param.layer is None}  # fmt: skip

@@ -22,6 +22,8 @@ CHARTS: dict[str, tuple[str, str]] = {
     "train/loss": ("Loss", "training; dots: held-out data"),
     "source": ("Loss of each source", ""),
     "train/grad_norm": ("Gradient norm", "before clipping"),
+    "train/mtp_loss": ("Loss of the MTP head", "cross-entropy of the token after next"),
+    "train/mtp_acceptance": ("Accepted drafts", "share of tokens that the MTP head ranks first"),
     "train/learning_rate": ("Learning rate", ""),
     "throughput/tokens_per_s": ("Tokens a second", "without padding, over all devices"),
     "throughput/mfu": ("Model FLOPs utilisation", "of the devices' peak"),

@@ -43,13 +43,19 @@ def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str
     """
     trained_parts, from_before = _trained_parts(stage, trained), _sends_gradient_back(stage, spec, axes, trained)
     in_tower = _tower_parts(stage, trained_parts) if pictures else set[str]()
-    text = trained_parts & {"embed", "head"}
+    text = trained_parts & {"embed", "head"} - _looked_up_alone(stage)
     reaches = from_before or "embed" in trained_parts or bool(in_tower)
     for number in stage.module.layers:
         part = f"layers.{number}"
         reaches = reaches or part in trained_parts
         text |= {part} if reaches else set()
     return in_tower | text | ({"head", ""} if reaches or text else set())
+
+
+def _looked_up_alone(stage: Stage) -> set[str]:
+    """Return the embedding where it only looks tokens up for a detached MTP head: no gradient comes to it."""
+    mtp = stage.module.mtp
+    return {"embed"} if stage.number and mtp is not None and mtp.detached and not stage.module.tied else set()
 
 
 def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> str:

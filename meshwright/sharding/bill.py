@@ -80,7 +80,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     stages = spec.stages(axes, rank)
     for stage in stages:
         passes = _passes(stage, spec, axes, work)
-        charges += _doors(stage.module, axes, work, passes)
+        charges += _doors(stage, axes, work, passes)
         charges += _experts(stage.module, spec, axes, work, passes)
         charges += _swaps(stage.module, spec, axes, coords, work, passes)
         charges += _inserts(stage.module, axes, rank, work, passes)
@@ -152,21 +152,31 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
             yield Charge(transfer_name(way, stage), op, ("pp",), num_bytes, count)
 
 
-def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
+def _doors(stage: Stage, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Charge for tensor-parallel doors: per layer one all-gather and one reduce-scatter for each of mixer and MLP.
 
     That is Megatron's sequence parallelism (arXiv 2205.05198): the same bytes as its all-reduces, but norms and
     residuals hold only a rank's own tokens. Doors of one kind and width cost the same in every layer. `again`:
     checkpointing reruns the layer if backward comes there.
     """
-    for name, door in find_doors(model, Door):
+    for name, door in find_doors(stage.module, Door):
         if not door.kind.forward:
             continue  # SHARE and OWN only slice
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
-        forwards = work.num_batches + passes.again(name, door.again)
+        there, back = _times_passed(stage, name)
+        forwards = there * work.num_batches + passes.again(name, door.again)
         yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, forwards)
-        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, passes.back(name))
+        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, passes.back(name, back))
+
+
+def _times_passed(stage: Stage, name: str) -> tuple[int, int]:
+    """Return how often a door is passed in a forward and in its backward. An MTP head looks tokens up a second time, in
+    the stage that has it, and scores the vocabulary a second time."""
+    mtp, in_trunk = stage.module.mtp, int(stage.number == 0)
+    if mtp is not None and name.startswith("embed."):
+        return in_trunk + 1, in_trunk + (not mtp.detached)
+    return (2, 2) if mtp is not None and name in ("head.enter", "head.meet") else (1, 1)
 
 
 def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
@@ -309,9 +319,10 @@ def _unit(
     """
     own_bytes = gathered_bytes(unit, spec, axes, coords, work.compute_bytes, work.numbers)
     num_shards = prod(axes.sizes(unit.shard))
-    trained, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
+    name, num_backward = unit.name or "root", passes.of(part_of(unit.name))
+    # A last stage may look tokens up without a gradient, for an MTP head.
+    trained = padded(unit, spec, axes, coords, work.frozen) if num_backward else 0
     num_batches = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
-    num_backward = passes.of(part_of(unit.name))
     gathers = min(num_batches, 1) if spec.gathers_once(axes.pp) else num_batches + unit.again * num_backward
     num_reduced = min(num_batches, 1) if spec.sums_once(axes.pp) else num_batches
     if own_bytes and num_batches:

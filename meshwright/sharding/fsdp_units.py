@@ -10,6 +10,7 @@ from torch import nn
 from .doors import Dispatch, find_doors
 
 TOWER = "tower."  # prefix of the names of the vision tower's parameters
+MTP = "head.mtp"  # likewise of the MTP head's
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Unit:
 
 
 def units_of(
-    model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True, kept: bool = True
+    model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True, stays: Sequence[nn.Module] = ()
 ) -> tuple[Unit, ...]:
     """Return the units of experts, then those around them, then the root with the rest: the order in which FSDP wraps
     them.
 
-    Without `reshard`, parameters stay gathered from forward to backward. The last unit always does (`kept`) where
-    backward follows at once, since it begins there and would gather again what was just freed.
+    Without `reshard`, parameters stay gathered from forward to backward. Those in `stays` always do: backward begins
+    with them, and would gather again what was just freed.
     """
     names = {module: name for name, module in model.named_modules()}
     experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find_doors(model, Dispatch))
@@ -46,9 +47,9 @@ def units_of(
     place = {name: number for number, name in enumerate(params_of)}
     for param, _ in model.named_parameters():
         params_of[min((name for name in _around(param) if name in place), key=place.__getitem__)].append(param)
-    stays = ("", names[gathered[-1]]) if kept else ()
+    stay = {names[module] for module in stays}
     return tuple(
-        Unit(name, tuple(params), name in experts, again=reshard and name not in stays)
+        Unit(name, tuple(params), name in experts, again=reshard and name not in stay)
         for name, params in params_of.items()
     )
 

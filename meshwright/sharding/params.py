@@ -97,7 +97,7 @@ class Param:
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
     first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
-    tied: bool = False  # the head uses it too: both end stages hold it
+    both_ends: bool = False  # both end stages hold it: a tied embedding, or one in which an MTP head looks up tokens
 
     @property
     def dims(self) -> dict[str, int]:
@@ -249,16 +249,18 @@ class Table:
         return out
 
 
-def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None, num_first_layers: int = 1) -> Table:
+def collect(
+    model: nn.Module, carried: Sequence[str] = (), both_ends: str | None = None, num_first_layers: int = 1
+) -> Table:
     """Build the table of a model on the meta device; check that all is declared and that declarations tile.
 
-    `tied` names the embedding that the head uses too, if there is one.
+    `both_ends` names the embedding that the last stage uses too, if it does.
     """
     params: dict[str, Param] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, Declared):
             raise LayoutError(f"{name} is a bare nn.Parameter; create it with mw.weight(...), which declares it")
-        params[name] = replace(parameter.param, name=name, tied=name == tied)
+        params[name] = replace(parameter.param, name=name, both_ends=name == both_ends)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
     declared = (each for module in model.modules() for each in vars(module).values() if isinstance(each, Constants))

@@ -208,7 +208,7 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
             "an axis cuts one dim of a parameter, and experts are cut by ep alone"
         )
     shard = () if param.float32 else shard
-    stages = (ENDS,) if param.tied else ()
+    stages = (ENDS,) if param.both_ends else ()
     return Placement(split, shard, (*stages, *(a for a in mesh_view[1:] if a not in cutting and a not in shard)))
 
 

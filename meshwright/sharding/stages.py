@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import MeshError, counted
 from ..recipe import Pipeline
 from .doors import Dispatch, find_doors
-from .fsdp_units import Unit, units_of
+from .fsdp_units import MTP, Unit, units_of
 from .params import Param, Table
 from .schedules import ORDERS, Program, forwards, program
 from .stage_map import Line, balanced, even
@@ -49,10 +49,10 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
             f"them must be in the first stage; choose ends={balanced_ends}, or fewer stages"
         )
     line = Line(pp, tuple(ends), turn)
-    if line.turn and any(param.tied for param in table):
+    if line.turn and any(param.both_ends for param in table):
         raise MeshError(
-            "the schedule v has the first and the last stage on one rank, which would hold a tied embedding twice; "
-            "choose 1f1b or zero-bubble"
+            "the schedule v has the first and the last stage on one rank, which would hold the embedding twice: the "
+            "head is tied, or an MTP head is trained; choose 1f1b or zero-bubble"
         )
     return line
 
@@ -61,16 +61,19 @@ def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
     """Return the cost of each layer, and of the head: the weight elements that a token is multiplied with.
 
     Of experts only the k chosen ones count, and tables in which rows are looked up do not. Attention scores are left
-    out: they depend on the lengths of documents.
+    out: they depend on the lengths of documents. A trained MTP head scores the vocabulary a second time.
     """
     costs, last = [0.0] * table.num_layers, 0.0
+    times = 2 if any(name.startswith(MTP) for name in table.params) else 1
     top_k = {door.num_experts: door.top_k for _, door in find_doors(module, Dispatch)}
     for param in (param for param in table if not param.by_rows):
         experts = param.dims.get("expert", 0)
         active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)
         if param.layer is not None:
             costs[param.layer] += active
-        elif param.tied or not param.first:
+        elif param.name == "head.weight" or (param.both_ends and "head.weight" not in table.params):
+            last += active * times  # the matrix that scores the vocabulary
+        elif not param.first:
             last += active
     return costs, last
 
@@ -83,10 +86,10 @@ def costs_of_stages(table: Table, module: nn.Module, line: Line) -> list[float]:
 
 
 def stages_of_param(param: Param, line: Line) -> tuple[int, ...]:
-    """Return the stages that hold a parameter; a tied embedding is in the first and the last."""
+    """Return the stages that hold a parameter: some embeddings are in the first and the last."""
     if param.layer is not None:
         return (line.stage_of(param.layer),)
-    if param.tied:
+    if param.both_ends:
         return tuple(dict.fromkeys((0, line.last)))
     return (0,) if param.first else (line.last,)
 
@@ -97,14 +100,14 @@ def stages_of(module: Any, line: Line, *, reshard: bool) -> tuple[Stage, ...]:
     Several stages free their last unit between forward and backward too: other micro-batches run in between.
     """
     if line.num_stages == 1:
-        return (Stage(0, module, units_of(module, module.units(), reshard=reshard)),)
+        stays = module.kept_units()
+        return (Stage(0, module, units_of(module, module.units(), reshard=reshard, stays=stays)),)
     parts = [
         module.part(line.layers_of(number), first=number == 0, last=number == line.last)
         for number in range(line.num_stages)
     ]
     return tuple(
-        Stage(number, part, units_of(part, part.units(), reshard=reshard, kept=False))
-        for number, part in enumerate(parts)
+        Stage(number, part, units_of(part, part.units(), reshard=reshard)) for number, part in enumerate(parts)
     )
 
 

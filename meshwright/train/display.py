@@ -322,6 +322,9 @@ class Screen:
         if "memory/peak_bytes" in values:
             rank = f" on rank {values['memory/rank']}" if "memory/rank" in values else ""
             yield "memory", Text(f"{decimal(values['memory/peak_bytes'])}{rank}")
+        if "train/mtp_loss" in values:
+            share = f"  {values['train/mtp_acceptance']:.1%} accepted"
+            yield "mtp loss", Text(number(values["train/mtp_loss"], ".4f") + share)
         if "experts/max_over_mean" in values:
             yield "experts", _experts(values)
             if dead := values.get("experts/dead"):

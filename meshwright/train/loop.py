@@ -201,6 +201,8 @@ class Loop:
             values["throughput/mfu"] = flops / measured.step_s / self.speed.peak
         for documents, (total, num) in zip(self.feed.documents, measured.sources, strict=False):
             values |= {f"train/loss/{documents.name}": total / num} if num else {}
+        if record.mtp is not None:
+            values |= {"train/mtp_loss": record.mtp.loss, "train/mtp_acceptance": record.mtp.acceptance}
         if record.expert_load is not None:
             values |= self._expert_metrics(record, record.expert_load.double())
         self._log("step", values)

@@ -7,7 +7,7 @@ transformers does not define: how micro-batches make up a step, and how it updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE
-from ..engine import Engine, Model
+from ..engine import Engine, Model, MtpRecord
+from ..models import PREFIX
 from ..optim import Optimizer
 from ..weights import chosen
 from .diagnose.forward import scores_of, watched_routers
@@ -97,6 +98,23 @@ def _mean(
     notes.add_margin(Margin("S1", "loss of one process compared with a plain mean", 1, error, allowed))
 
 
+def mtp_of_one(
+    trial: Trial, record: MtpRecord | None, alone: tuple[float, float] | None, notes: Notes
+) -> Iterator[Finding]:
+    """Check the loss and the acceptance of an MTP head against those of each document alone, with labels and weights
+    from lists."""
+    if record is None or alone is None:
+        return
+    allowed = trial.tolerance.loss
+    for name, actual, expected in (("loss", record.loss, alone[0]), ("acceptance", record.acceptance, alone[1])):
+        error = abs(actual - expected)
+        if not error <= allowed * max(1.0, abs(expected)):
+            what = f"one process has {actual!r}, documents alone give {expected!r}"
+            guess = "labels cross documents, or weights or targets are counted wrongly"
+            yield Finding("S1", f"{name} of the MTP head", what, guess)
+        notes.add_margin(Margin("S1", f"{name} of the MTP head compared with documents alone", 1, error, allowed))
+
+
 def _first_aux(trial: Trial, engine: Engine, aux: float, notes: Notes) -> Iterator[Finding]:
     """Check the router's aux loss (arXiv:2101.03961) in the one case with a closed form.
 
@@ -121,15 +139,17 @@ def _loads(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: 
     if not balance.num_layers:
         return
     for number, step in enumerate(steps):
-        ranks = range(trial.axes.num_data_ranks)
-        num_tokens = sum(bounds[-1] for rank in ranks for bounds in trial.data.bounds(rank, number))
-        expected = balance.top_k * num_tokens
-        if any(load != expected for load in step.loads.sum(1).tolist()):
+        bounds = [each for rank in range(trial.axes.num_data_ranks) for each in trial.data.bounds(rank, number)]
+        num_tokens, num_documents = sum(each[-1] for each in bounds), sum(len(each) - 1 for each in bounds)
+        expected = [balance.top_k * num_tokens] * balance.num_layers
+        if engine.mtp is not None:  # the last token of a document has no next one
+            expected += [balance.top_k * (num_tokens - num_documents)]
+        if step.loads.sum(1).tolist() != expected:
             what = f"one process counts {step.loads.sum(1).tolist()} choices by layer in step {number}"
             yield Finding(
                 "N1", "load of experts", f"{what}; {num_tokens} tokens choose {balance.top_k}, {expected} in all"
             )
-    notes.add_margin(Margin("N1", "layers whose experts get top_k x tokens", balance.num_layers * len(steps)))
+    notes.add_margin(Margin("N1", "layers whose experts get top_k x tokens", len(expected) * len(steps)))
     yield from _routing(engine.model, trial, notes)
 
 
@@ -167,10 +187,11 @@ def o1_updates(
 ) -> Iterator[Finding]:
     """The updates of one process are those of the optimizer's textbook formula.
 
-    That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients, and weight
-    decay of parameters with two dims or more, but for adapters. Rows of a table that have no gradient stay. `before`:
-    the weights before the first step.
+    That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients (with
+    mtp="head" by another for the MTP head), and weight decay of parameters with two dims or more, but for adapters.
+    Rows of a table that have no gradient stay. `before`: the weights before the first step.
     """
+    apart = engine.model.recipe.mtp == "head"
     table, choice = engine.model.table, engine.model.keymap.choice
     # A tied parameter has two keys, and counts once in the norm.
     twice = {copy.key for param in table for copy in chosen(param, choice).copies}
@@ -181,10 +202,12 @@ def o1_updates(
     params = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
     assert callable(engine.lr)
     for number, step in enumerate(steps):
-        norm = sum(float(g.double().square().sum()) for k, g in step.grads.items() if k not in twice) ** 0.5
+        norms = _norms(step.grads, twice, apart)
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
-        lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
+        lr = lrs[0]
         for key, grad in step.grads.items():
+            norm = norms[apart and key.startswith(PREFIX)]
+            clip = min(1.0, most / norm) if norm else 1.0
             make, decays = (
                 _maker(optimizer, params[key], grad.double(), number + 1, only_met=key in tables),
                 grad.dim() > 1 and not _adapts(key),
@@ -204,6 +227,15 @@ def o1_updates(
             params[key] = _Parameter(step.weights[key].double(), state)
     num = sum(grad.numel() for step in steps for grad in step.grads.values())
     notes.add_margin(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
+
+
+def _norms(grads: Mapping[str, Tensor], twice: Container[str], apart: bool) -> dict[bool, float]:
+    """Return the norm of all gradients, each parameter counted once; with `apart`, that of an MTP head under True."""
+    squares = {False: 0.0, True: 0.0}
+    for key, grad in grads.items():
+        if key not in twice:
+            squares[apart and key.startswith(PREFIX)] += float(grad.double().square().sum())
+    return {which: total**0.5 for which, total in squares.items()}
 
 
 def _adapts(key: str) -> bool:

@@ -26,7 +26,7 @@ from .diagnose.causes import cause_of, cause_of_loss, scale
 from .diagnose.forward import FirstWrong, about_doors, by_logits, first_wrong, recorded_forward, scores_of
 from .diagnose.gradients import common_property, suspects
 from .independent_checks import UPDATE
-from .reference import Findings, Run, everywhere, fresh_weights, lr_of_trial, unrounded
+from .reference import Findings, Run, everywhere, fresh_weights, loads_of, lr_of_trial, unrounded
 from .results import Finding
 from .weight_checks import checksum_of, weight_differences
 
@@ -120,6 +120,7 @@ def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
         yield Finding("S1", "loss", f"{loss!r}, one process has {expected!r}", run.blame or guess)
         run.blame = run.blame or "the loss is wrong already, see S1"
     run.record_once("S1", "loss", 1, error, limit)
+    yield from _mtp(run)
     if evaluated is not None:
         # `evaluate` leaves the aux loss out, so a plain mean of the terms is all that it may return.
         terms, weight = (
@@ -131,6 +132,23 @@ def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
                 "S1", "evaluate", f"{evaluated!r}, a plain mean of the terms is {terms / weight!r}", run.blame
             )
         run.record_once("S1", "loss of evaluate", 1, error, limit)
+
+
+def _mtp(run: Run) -> Findings:
+    """Compare what a trained MTP head reports."""
+    record, expected = run.engine._pending().mtp_record, run.reference.steps[0].mtp
+    if record is None or expected is None:
+        return
+    limit = run.trial.tolerance.loss
+    error = _relative_error(record.loss, expected.loss)
+    if not error <= limit:
+        what = f"{record.loss!r}, one process has {expected.loss!r}"
+        yield Finding("S1", "loss of the MTP head", what, run.blame or "its labels are moved within a rank's tokens")
+    run.record_once("S1", "loss of the MTP head", 1, error, limit)
+    off = abs(record.acceptance - expected.acceptance)
+    if run.trial.dtype == torch.float64 and not off <= limit:  # rounding may change the likeliest word
+        what = f"{record.acceptance!r}, one process has {expected.acceptance!r}"
+        yield Finding("S1", "acceptance of the MTP head", what, run.blame)
 
 
 def _relative_error(actual: float, expected: float) -> float:
@@ -155,7 +173,7 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
             actual, expected = (torch.cat([each[n].double().flatten() for n in names]) for each in (grads, ref.grads))
             # A gradient that is nearly 0 is measured by the norm of all. That is 0 too where a vision tower alone is
             # trained and no batch has pictures.
-            size = (max(expected.norm().item(), 1e-6 * ref.norm) or 1.0) * _moved(run, names[0])
+            size = (max(expected.norm().item(), 1e-6 * ref.norms[0]) or 1.0) * _moved(run, names[0])
             error = (actual - expected).norm().item() / size
             worst, at = max((worst, at), (error, names[0]))
             if not error <= limit:
@@ -236,20 +254,16 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
         yield from _norm_of_ones(run)
     elif run.blame:
         return
-    norm = run.engine.norm(run.model.grads())
-    error = _relative_error(norm, expected.norm)
+    norms = run.engine.norms(run.model.grads())
+    error = max(_relative_error(*both) for both in zip(norms, expected.norms, strict=True))
     if not error <= limit:
-        yield Finding(
-            "N1",
-            "norm" + (f" of step {step}" if step else ""),
-            f"{norm!r}, one process has {expected.norm!r}",
-            run.blame,
-        )
+        name = "norm" + (f" of step {step}" if step else "")
+        yield Finding("N1", name, f"{_named(norms)}, one process has {_named(expected.norms)}", run.blame)
     # Ranks agree on the verdict: with another `blame`, a rank would skip oracles that the others run, and they hang.
     if any(n for (n,) in everywhere(run.model.mesh, [int(not error <= limit)])):
         run.blame = run.blame or f"the norm of step {step} is wrong, see N1"
     run.record_once("N1", "norms", 1, error, limit)
-    loads, expected_loads = run.engine.router.load_LE, expected.loads
+    loads, expected_loads = loads_of(run.engine), expected.loads
     if run.trial.dtype != torch.float64:  # rounding may send a token to another expert, but never drops it
         loads, expected_loads = loads.sum(), expected_loads.sum()
     if not torch.equal(loads.cpu(), expected_loads):
@@ -260,12 +274,16 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
         run.record_once("N1", "counts of experts", expected_loads.numel())
 
 
+def _named(norms: Sequence[float]) -> str:
+    return " and (MTP head) ".join(map(repr, norms))
+
+
 def _norm_of_ones(run: Run) -> Findings:
     """Count elements by a norm of ones, which is exact: an element counted twice or not at all shows as an integer."""
     pieces = run.model.pieces  # what is stored in 4 bits has fewer bytes than elements
     ones = {name: torch.ones(pieces[name].shape, device=t.device) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
-    squared = run.engine.norm(ones) ** 2
+    squared = sum(norm**2 for norm in run.engine.norms(ones))
     if not abs(squared - expected) <= 0.5:
         guess = "copies are counted too" if squared > expected else "some shards are left out"
         yield Finding("N1", "norm of ones", f"counts {squared:.2f} elements of {expected}", guess)

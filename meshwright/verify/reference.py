@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import parallel
 from ..axes import DENSE, Axes
 from ..data import IGNORE, Batch, cut, filled, joined_batches
-from ..engine import Engine, Model, gather, init, load, losses
+from ..engine import Engine, Model, MtpRecord, gather, init, load, losses
 from ..mesh import Mesh
+from ..models import WITH_MTP
 from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..optim import AdamW, Optimizer
@@ -188,14 +190,16 @@ def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
 class ReferenceStep:
     """One step of one process.
 
-    `norm`: of all gradients, before clipping. `loads`: the tokens that each expert got, [layers of experts, experts].
-    `grads`: by Hugging Face name. `weights`: after the update, likewise, in float64.
+    `norms`: of all gradients, before clipping; with mtp="head" of those of the trunk, and of those of the MTP head.
+    `loads`: the tokens that each expert got, [layers of experts, experts]. `grads`: by Hugging Face name. `mtp`: what a
+    trained MTP head reports. `weights`: after the update, likewise, in float64.
     """
 
     loss: float
-    norm: float
+    norms: list[float]
     loads: Tensor
     grads: dict[str, Tensor]
+    mtp: MtpRecord | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -239,6 +243,7 @@ def run_reference(trial: Trial) -> Reference:
         # All that the untrained model is asked for comes before the first step, which changes the weights.
         document_scores, fingerprints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         loss_sums, aux = _loss_sums(trial, engine), _aux(trial, engine)
+        mtp = mtp_alone(trial, engine.model)
         with_entropy = (0.0, dict[str, Tensor]())
         if trial.checks_entropy:
             with_entropy = entropy.backward_with_entropy(engine.model, trial.all_batches(), trial.router_aux)
@@ -247,6 +252,7 @@ def run_reference(trial: Trial) -> Reference:
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
         new_weights = plain.new_weights(engine.model.mesh)
     notes = independent_checks.notes_of(trial, engine, before, steps, loss_sums, aux[0])
+    notes.add_findings("S1", independent_checks.mtp_of_one(trial, steps[0].mtp, mtp, notes))
     notes.add(entropy_notes)
     return Reference(steps, document_scores, fingerprints, loss_sums, aux, notes, new_weights, fresh, with_entropy)
 
@@ -266,9 +272,37 @@ def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
     """Run one step. A large model stores the first gradients and the last weights alone."""
     value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
-    loads, norm = engine.router.load_LE, engine.update()
+    loads, mtp, norms = loads_of(engine), engine._pending().mtp_record, engine.norms(engine.model.grads())
+    engine.update()
     stores_weights = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
-    return ReferenceStep(value, norm, loads, grads, unrounded(engine.model) if stores_weights else {})
+    return ReferenceStep(value, norms, loads, grads, mtp, unrounded(engine.model) if stores_weights else {})
+
+
+def loads_of(engine: Engine) -> Tensor:
+    """Return the load of all experts in the last step, those of an MTP head at the end."""
+    loads = engine.router.load_LE
+    return loads if engine.mtp is None else torch.cat([loads, engine.mtp.router.load_LE])
+
+
+def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
+    """Return the loss and the acceptance of the MTP head in the first step, from each document alone.
+
+    Its labels and weights are taken from lists: neither `next_in_document` nor the engine's divisors take part.
+    """
+    if model.recipe.mtp == "carried":
+        return None
+    terms = weight = hits = num = 0.0
+    for batch in (batch for rank in range(trial.axes.num_data_ranks) for batch in trial.data(rank, 0)):
+        for document in split_documents(batch):
+            want = model.blueprint.scores[0] + WITH_MTP
+            (scores,) = parallel.run_forward(model, [document], want, lambda _, scores: torch.stack(scores[1:]))
+            logprobs, is_hit = scores.tolist()
+            weights = document.fields.get("weight", torch.ones(len(document))).tolist()
+            for at, label in enumerate(document.labels.tolist()[1:]):
+                if label != IGNORE:
+                    terms, weight = terms - logprobs[at] * weights[at + 1], weight + weights[at + 1]
+                    hits, num = hits + is_hit[at], num + 1
+    return terms / weight, hits / num
 
 
 def unrounded(model: Model, only: Container[str] | None = None) -> dict[str, Tensor]:

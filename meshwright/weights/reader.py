@@ -64,12 +64,15 @@ def choose(table: Table, source: Source) -> dict[str, str]:
     Example: Qwen3-MoE checkpoints have experts per expert (`experts.0.gate_proj`) or fused (`experts.gate_up_proj`);
     both are declared for the same parameters, and the keys of the file select one.
     """
-    choice = {}
+    choice: dict[str, str] = {}
     for group, names in table.groups.items():
         # Parameters without a group have one layout, so there is nothing to choose.
         if not group:
             continue
         members = [p for p in table if p.group == group]
+        if all(_is_new(param, source) for param in members):  # spelled as their like in the trunk
+            choice[group] = choice.get(group.rpartition(".")[2], names[0])
+            continue
         keys_by_layout = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
         candidates = [name for name in names if all(k in source.entries for k in keys_by_layout[name])]
         # If one layout's keys are a part of another's, the larger one explains more of the file.
@@ -89,6 +92,12 @@ def choose(table: Table, source: Source) -> dict[str, str]:
             raise MissingKey(_nearest(group, keys_by_layout, source))
         choice[group] = candidates[0]
     return choice
+
+
+def _is_new(param: Param, source: Source) -> bool:
+    """Tell whether a source lacks a parameter that it may lack."""
+    keys = [key for layout in param.layouts for key in layout.keys]
+    return param.optional and not any(key in source.entries for key in keys)
 
 
 def _shapes_match(members: Iterable[Param], choice: Choice, source: Source) -> bool:

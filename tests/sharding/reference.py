@@ -125,7 +125,7 @@ def stages_of(name: str, table: Table, pp: int) -> set[int]:
     layers = {param.layer for param in table if param.layer is not None}
     if name.startswith("layers."):
         return {int(name.split(".")[1]) * pp // len(layers)}
-    if table[name].tied:
+    if table[name].both_ends:
         return {0, pp - 1}
     return {pp - 1 if name.startswith("head.") else 0}
 

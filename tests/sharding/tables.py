@@ -14,7 +14,7 @@ TINY = sorted(ODD)
 
 @cache
 def table_of(name: str, head: str = "lm") -> Table:
-    return describe(ODD[name], "model.", head)[1]
+    return describe(ODD[name], "model.", Recipe(head=head))[1]
 
 
 def spec_of(table: Table, pp: int) -> ShardingSpec:

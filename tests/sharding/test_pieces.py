@@ -164,7 +164,7 @@ def test_any_parameter_tiles(case):
 @given(placed(kinds=("dense",)), st.integers(1, 4))
 def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
     axes, param = case
-    param = replace(param, first=True, tied=True)
+    param = replace(param, first=True, both_ends=True)
     layers = {f"layers.{i}.w": Param({"embed": 3}, {}, (), name=f"layers.{i}.w", layer=i) for i in range(num_layers)}
     table = Table({param.name: param, **layers})
     assert spec_of(table, axes.pp).places(param, axes) == {0, axes.pp - 1}
@@ -177,7 +177,7 @@ def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
 )
 def test_a_layer_is_on_one_rank(name, pipeline):
     """Every cut into stages gives all ranks some layers."""
-    table = describe({**ODD[name], "num_hidden_layers": 8, "layer_types": None}, "model.", "lm")[1]
+    table = describe({**ODD[name], "num_hidden_layers": 8, "layer_types": None}, "model.")[1]
     for pp in (1, 2, 3, 4):
         spec, axes = ShardingSpec(table, Rules(), recipe=Recipe(pipeline=pipeline)), Axes(pp=pp)
         if pipeline.schedule == "v" and pp > 1 and ODD[name]["tie_word_embeddings"]:

@@ -83,7 +83,7 @@ def test_float32_experts_are_summed_over_all_that_use_them():
 def test_a_tied_parameter_is_summed_over_both_end_stages():
     """Its gradients arise on the first stage and on the last. A stage between them has no part of it."""
     axes = Axes(pp=3, fsdp=2, tp=2)
-    tied = Param({"vocab": 6}, {"embed": 2}, (), name="embed.weight", first=True, tied=True)
+    tied = Param({"vocab": 6}, {"embed": 2}, (), name="embed.weight", first=True, both_ends=True)
     assert axes_left_to_sum(tied, Rules(), axes) == ("ends",)
     assert [axes.group(rank, ("ends",)) for rank in range(4)] == [(0, 8), (1, 9), (2, 10), (3, 11)]
     assert axes.groups(("ends",)) == [(0, 8), (1, 9), (2, 10), (3, 11), (4,), (5,), (6,), (7,)]

@@ -25,7 +25,7 @@ _NUM_WARPS = 16
 
 @triton.jit(do_not_specialize_on_alignment=["labels", "stats"])
 def _token_stats(logits, labels, stats, V, stride, ENTROPY: tl.constexpr, B: tl.constexpr):
-    """Write logsumexp, the label's logit, and sum of p (log p) of one row.
+    """Write logsumexp, the label's logit, and sum of p (log p) of one row, or its largest logit.
 
     `total` and `weighted` are sums of exp(x - largest) and of that times x - largest, over what was read so far; a
     larger logit rescales both.
@@ -56,7 +56,7 @@ def _token_stats(logits, labels, stats, V, stride, ENTROPY: tl.constexpr, B: tl.
     if ENTROPY:
         tl.store(stats + t * 3 + 2, weighted / total - tl.log(total))
     else:
-        tl.store(stats + t * 3 + 2, 0.0)
+        tl.store(stats + t * 3 + 2, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=["labels", "stats", "d_stats"])
@@ -74,7 +74,10 @@ def _logit_gradients(logits, labels, stats, d_stats, V, stride, ENTROPY: tl.cons
 
 
 def token_stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
-    """Reduce each row to (logsumexp, the label's logit or 0, minus the entropy or 0). -> stats_T3, float32"""
+    """Reduce each row to logsumexp, the label's logit or 0, and minus the entropy or the largest logit.
+
+    -> stats_T3, float32
+    """
     num_tokens, num_words = logits_TV.shape
     stats_T3 = logits_TV.new_empty(num_tokens, 3, dtype=torch.float32)
     if num_tokens:

@@ -1,0 +1,153 @@
+"""Checks of a resume, before a tensor is overwritten: whatever would make the same weights compute other values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import weights
+from ..blueprint import Blueprint
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from ..log import logger
+from ..sharding import MTP
+from .adapters import saved_part
+from .engine import Engine
+from .model import Model
+
+# Fields of config.json that change nothing that the model computes. A resume ignores how they differ.
+_IRRELEVANT = (
+    "architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id",
+    "quantization_config", "mtp_num_hidden_layers", "num_nextn_predict_layers",
+)  # fmt: skip
+# Fields that change text, loss or initial values, but not the forward pass. A resume warns if they differ, and refuses
+# any other difference.
+_WARN_ONLY = (
+    "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
+    "router_aux_loss_coef", "output_router_logits",
+)  # fmt: skip
+
+
+def check_tower(model: Model, at: Path, tower: bool) -> None:
+    """Refuse a vision tower that is trained on one side only: a carried one has no optimizer state."""
+    if tower != model.blueprint.tower:
+        raise CheckpointError(
+            f"{at} was saved with tower={tower}, and the engine's model has tower={model.blueprint.tower}; load the "
+            f"model with tower={tower}, or start from the weights: mw.load({str(at)!r}, tower={model.blueprint.tower})"
+        )
+
+
+def check_mtp(model: Model, trained: Sequence[str], at: Path) -> None:
+    """Refuse a trained MTP head where the engine carries one: it would export the head of its source."""
+    if model.recipe.mtp == "carried" and any(name.startswith(MTP) for name in trained):
+        raise CheckpointError(
+            f'{at} trained its MTP head, and the engine\'s model was loaded with mtp="carried", which would export the '
+            f'old one; load the model with mtp="head" or "all", or start from the weights: mw.load({str(at)!r})'
+        )
+
+
+def check_adapter_keys(source: weights.Source, keymap: weights.KeyMap) -> None:
+    """Refuse a checkpoint with other adapters than the model's: other targets, or other shapes."""
+    saved, now = ({key: part.shape for key, part in each.items()} for each in (source.entries, keymap.keys))
+    odd = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+    if odd:
+        then, this = (list(each[odd[0]]) if odd[0] in each else "missing" for each in (saved, now))
+        raise CheckpointError(
+            f"{odd[0]} is {then} in {source.directory} and {this} in the engine's model ({len(odd)} such keys); load "
+            "the model with the lora= that was saved"
+        )
+
+
+def check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with other parameters, shapes or trained parameters. Log other differences."""
+    model, at = engine.model, checkpoint.directory
+    check_same_table(model, blueprint, at)
+    carried = carried_before(engine, trainer)
+    trained = {*trainer["trained"], *carried}
+    if carried and model.mesh.rank == 0:
+        logger.warning(
+            "%s carried its MTP head, which is trained from now on: its optimizer state begins at zero", at.name
+        )
+    if trained != set(engine.trained):
+        odd = min(trained ^ set(engine.trained))
+        trainer_of_odd = "the checkpoint" if odd in trained else "this engine"
+        raise CheckpointError(
+            f"{at} trained {len(trained)} parameters, this engine trains {len(engine.trained)}; only {trainer_of_odd} "
+            f"trains {odd}. Give mw.load the same train="
+        )
+    frozen = trainer.get("frozen", model.recipe.frozen)  # `meshwright convert` does not know it
+    if frozen != model.recipe.frozen:
+        raise CheckpointError(
+            f"{at} was trained with frozen={frozen!r}, the engine's model has frozen={model.recipe.frozen!r}, so other "
+            f"values of what is frozen; load the model with frozen={frozen!r}"
+        )
+    if model.mesh.rank == 0:
+        saved = trainer["settings"]  # empty in a checkpoint that `meshwright convert` made
+        for name, now, then in _differences({n: v for n, v in settings_of(engine).items() if n in saved}, saved):
+            logger.warning("%s was %s in %s, and is %s now", name, then, at.name, now)
+        mesh = checkpoint.manifest.about.get("mesh")
+        if mesh != str(model.mesh.axes):
+            logger.info("%s was saved on %s, and is resumed on %s", at.name, mesh, model.mesh.axes)
+
+
+def carried_before(engine: Engine, trainer: Mapping[str, Any]) -> list[str]:
+    """Return the parameters of an MTP head that the engine trains and the checkpoint carried: they have weights in it,
+    and no optimizer state."""
+    names = [] if engine.mtp is None else engine.mtp.names
+    return [] if {*names} & {*trainer["trained"]} else [*names]
+
+
+def check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
+    """Refuse another architecture, and parameters of other shapes."""
+    params, saved = saved_part(model, model.table)[0].params, blueprint.table.params
+    kinds = model.config.get("model_type"), blueprint.config.get("model_type")
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(f"{at} is a {kinds[1]}, the engine's model a {kinds[0]}; load the model that was saved")
+    for name in sorted({*params, *saved}):
+        if name not in params or name not in saved or params[name].dims != saved[name].dims:
+            then, now = (p[name].dims if name in p else "missing" for p in (saved, params))
+            raise CheckpointError(
+                f"{name} is {then} in {at} and {now} in the engine's model; resume with the model that was saved"
+            )
+    if blueprint.keymap.fresh:
+        raise CheckpointError(f"{at} has no {min(blueprint.keymap.fresh)}; give a checkpoint that has it")
+
+
+def check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config: Sequence[str]) -> None:
+    """Refuse a `config.json` with which the saved weights would compute other values."""
+    # rope_theta or rms_norm_eps have no tensor whose shape could disagree: only the config tells.
+    for name, now, then in _differences(_flatten(model.config), _flatten(blueprint.config)):
+        field = name.rpartition(".")[2]
+        if {*name.split(".")} & {*_IRRELEVANT}:
+            continue
+        if field not in _WARN_ONLY and name not in new_config and field not in new_config:
+            raise CheckpointError(
+                f"{name} of config.json was {then} in {at}, and is {now} now, so the same weights would compute other "
+                f"values; load the model with the config.json of {at}, or confirm the change: mw.resume(engine, "
+                f"directory, new_config=[{name!r}])"
+            )
+        if model.mesh.rank == 0:
+            logger.warning("%s of config.json was %s in %s, and is %s now", name, then, at.name, now)
+
+
+def _flatten(config: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """Return nested fields under dotted names, such as `text_config.rope_theta`."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flatten(value, f"{inside}{name}.") if isinstance(value, Mapping) else {inside + name: value}
+    return flat
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    """Return (name, value now, value then) of all fields that differ. A missing field counts as None."""
+    names = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    return [(name, now.get(name), then.get(name)) for name in names]
+
+
+def settings_of(engine: Engine) -> dict[str, Any]:
+    """Return the settings that may change from run to run; a resume warns if they do."""
+    options = engine.optimizer.options.settings()
+    settings = {**options, "max_norm": engine.max_norm, "router_aux": engine.router.mode}
+    recipe = engine.model.recipe
+    return settings if engine.mtp is None else {**settings, "mtp": recipe.mtp, "mtp_weight": recipe.mtp_weight}

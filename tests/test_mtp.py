@@ -1,0 +1,400 @@
+"""The MTP head: against a reckoning by hand, documents one by one; on meshes; what the trunk must not notice; files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import parallel
+from meshwright.recipe import Lora, MemoryOptions, Pipeline
+from tests import mtp_reference, parts, tiny, trials, worlds
+from tests.words import words
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+EXPERTS = FAMILIES[1:]
+_BALANCED: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.1)
+WEIGHT = 0.3
+LIMIT = 1e-9  # of a gradient's norm
+
+
+@functools.cache
+def source_of(root: Path, family: str, *, tied: bool = False, dtype: torch.dtype = torch.float64) -> Path:
+    """A tiny model with an MTP head, whose experts are fused in Qwen3.5-MoE alone."""
+    changes = {**(_BALANCED if family in EXPERTS else {}), **({"tie_word_embeddings": True} if tied else {})}
+    at = tiny.directory(root / f"{family}{tied}{dtype}", family, dtype=dtype, **changes)
+    return tiny.with_mtp(at, layout="fused" if family == "qwen3_5_moe" else "")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mtp")
+
+
+def batch_of(seed: int, sizes: Sequence[int] = (5, 1, 14, 2, 9), *, weighted: bool = True) -> mw.Batch:
+    """Documents of which some tokens are not trained, with weights, and padding."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, 131, (n,), generator=g).tolist() for n in sizes]
+    trained = [[bool(x) for x in torch.rand(n, generator=g) > 0.3] for n in sizes]
+    fields = {"weight": [torch.rand(n, generator=g).tolist() for n in sizes]} if weighted else {}
+    return mw.pack(tokens, trained=trained, length=sum(sizes) + 3, fields=fields)
+
+
+# --- by hand ---
+
+
+def hidden_of(source: Path, batch: mw.Batch, streams: bool) -> Tensor:
+    """What the trunk hands to the head: behind the final norm, or the residual streams before it."""
+    model = mw.load(source, dtype=torch.float64, head="none", train=[])
+    kept: list[Tensor] = []
+    hook = model.parts[0].head.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    (states,) = parallel.run_forward(model, [batch], "hidden", lambda _, scores: scores[0])
+    hook.remove()
+    return (kept[0] if streams else states).detach()
+
+
+def by_hand(source: Path, batches: Sequence[mw.Batch]) -> tuple[float, float, dict[str, Tensor]]:
+    """The loss, the acceptance and the gradients of the weighted loss, without our head."""
+    tensors = {
+        k: t.double() if t.is_floating_point() else t for k, t in load_file(source / "model.safetensors").items()
+    }
+    for key, tensor in tensors.items():
+        tensor.requires_grad_(key.startswith("mtp.") and tensor.is_floating_point())
+    config = json.loads((source / "config.json").read_text())
+    given = []
+    for batch in batches:
+        bounds = batch.bounds[:-1] if batch.num_filler else batch.bounds
+        hidden = hidden_of(source, batch, streams="hc_count" in config)
+        given.append((hidden, batch.tokens, batch.labels, bounds, batch.fields["weight"].double()))
+    loss = mtp_reference.mtp_loss(given, tensors, config)
+    (WEIGHT * loss).backward()
+    hit = sum(mtp_reference.hits(*each[:4], tensors, config) for each in given)
+    num = sum(len(mtp_reference.mtp_terms(*each[:4], tensors, config)) for each in given)
+    return loss.item(), hit / num, {k: t.grad for k, t in tensors.items() if t.grad is not None}
+
+
+def ours(source: Path, batches: Sequence[mw.Batch], mode: str) -> tuple[mw.StepRecord, dict[str, Tensor]]:
+    engine = mw.Engine(mw.load(source, dtype=torch.float64, mtp=mode, mtp_weight=WEIGHT), lr=1e-2)
+    engine.backward(batches)
+    grads = mw.gather(engine.model, "grad")
+    engine.discard()
+    return engine.step(batches), grads
+
+
+def compared(source: Path) -> dict[str, Any]:
+    batches = [batch_of(1), batch_of(2, (3, 2, 1, 25))]
+    loss, acceptance, expected = by_hand(source, batches)
+    out: dict[str, Any] = {}
+    for mode in ("head", "all"):
+        record, grads = ours(source, batches, mode)
+        assert record.mtp is not None
+        errors = {k: float((grads[k] - g).norm() / g.norm()) for k, g in expected.items()}
+        missing = [k for k in grads if k.startswith("mtp.") and k not in expected and grads[k].any()]
+        out[mode] = (
+            record.mtp.loss - loss,
+            record.mtp.acceptance - acceptance,
+            max(errors.values()),
+            len(errors),
+            missing,
+        )
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_by_hand(root: Path, family: str) -> None:
+    """Without aux loss: the reckoning has none."""
+    source = tiny.with_mtp(tiny.directory(root / f"{family} plain", family, dtype=torch.float64))
+    ((result),) = worlds.run(1, functools.partial(compared, source))
+    for loss_off, acceptance_off, worst, num, missing in result.values():
+        assert abs(loss_off) < LIMIT
+        assert acceptance_off == 0
+        assert worst < LIMIT
+        assert num >= 15
+        assert not missing
+
+
+# --- on meshes: every oracle of verify, against one process ---
+
+MESHES = (
+    dict(fsdp=2), dict(tp=2), dict(cp=2), dict(pp=2), dict(fsdp=2, tp=2), dict(pp=2, fsdp=2), dict(replicate=2),
+    dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=2), dict(fsdp=2, cp=2), dict(pp=2, tp=2),
+)  # fmt: skip
+# A memory option of each mesh: which one must not matter.
+MEMORY = {
+    "fsdp=2": {"recompute": "selective"}, "tp=2": {"recompute": "full"}, "replicate=2": {"sum_once": True},
+    "fsdp=2,ep=2": {"recompute": "full", "token_once": True}, "cp=2": {"recompute": "full"},
+    "fsdp=2,tp=2": {"gather_once": True}, "fsdp=2,cp=2": {"reshard": False},
+}  # fmt: skip
+MODES = ("head", "all")
+CASES = [
+    (family, mode, mesh)
+    for number, mesh in enumerate(MESHES)
+    for at, family in enumerate(("qwen3_5", "qwen3_5 tied", *EXPERTS))
+    for mode in MODES
+    if not ("ep" in mesh and not family.startswith(EXPERTS))
+    # `make test` runs each pair of mesh and mode, and each pair of family and mode, on some of them
+    if parts.ALL or (number + at) % 5 == (0 if mode == "head" else 2)
+]
+
+
+def tried(root: Path, family: str, mode: str, mesh: dict[str, int], **changes: Any) -> Any:
+    source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"))
+    memory = MemoryOptions(**MEMORY.get(trials.named(mesh), {}))
+    aux = "previous" if "pp" in mesh else "pooled"
+    return trials.changed(trials.trial(source, mesh), mtp=mode, memory=memory, router_aux=aux, **changes)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+def test_every_oracle_holds(root: Path, mesh: dict[str, int]) -> None:
+    several = {f"{f}, {m}": tried(root, f, m, mesh) for f, m, where in CASES if where == mesh}
+    findings = trials.findings_in_turn(several)
+    assert {name: list(map(str, found)) for name, found in findings.items()} == {name: [] for name in several}
+
+
+OPTIONS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "zero-bubble": ("qwen3_5", dict(pp=2), dict(pipeline=Pipeline(schedule="zero-bubble"))),
+    "interleaved": ("qwen4_exp", dict(pp=2), dict(pipeline=Pipeline(stages=2))),
+    "adapters": ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(lora=Lora(rank=3, b_std=0.1))),
+    "adapters on a pipeline": ("qwen3_5", dict(pp=2, tp=2), dict(lora=Lora(rank=3, b_std=0.1))),
+    "frozen trunk": ("qwen3_5", dict(fsdp=2, tp=2), dict(train=["head.mtp.*"])),
+    "frozen trunk on a pipeline": ("qwen4_exp", dict(pp=2), dict(train=["head.mtp.*"])),
+    "frozen first layers": ("qwen3_next", dict(tp=2), dict(train=["layers.2.*", "head.*"])),
+    "frozen embedding": ("qwen3_5", dict(pp=2, fsdp=2), dict(train=["layers.*", "head.*"])),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_oracle_holds_with(root: Path, name: str, mode: str) -> None:
+    family, mesh, changes = OPTIONS[name]
+    assert not trials.findings(tried(root, family, mode, mesh, **changes))
+
+
+# --- what the trunk must not notice ---
+
+
+def trained(
+    source: Path, mesh: dict[str, int], mode: str, steps: int = 2
+) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses and gradients of a few steps, the weights behind them, and the load of the trunk's experts."""
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float64, mtp=mode)
+    engine = mw.Engine(model, lr=1e-2, max_norm=0.05)
+    losses, kept = [], dict[str, Tensor]()
+    for step in range(steps):
+        losses.append(engine.backward([batch_of(1 + step + 10 * model.mesh.data_rank)]))
+        kept |= {f"{step} {key}": grad for key, grad in mw.gather(model, "grad").items() if not key.startswith("mtp.")}
+        engine.update()
+    weights = {k: w for k, w in mw.gather(model).items() if not k.startswith("mtp.")}
+    return losses, kept | weights, engine.router.load_LE
+
+
+def same_as_carried(source: Path, mesh: dict[str, int]) -> list[str]:
+    """What differs between a run that trains the head alone and one that carries it; to the bit."""
+    without, beside = trained(source, mesh, "carried"), trained(source, mesh, "head")
+    odd = ["losses"] * (without[0] != beside[0]) + ["load"] * (not torch.equal(without[2], beside[2]))
+    return odd + [key for key in without[1] if not torch.equal(without[1][key], beside[1][key])]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5 tied", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
+def test_a_head_trained_alone_changes_no_bit_of_the_trunk(root: Path, family: str) -> None:
+    """Losses, gradients, clipped updates and expert load; on one process and on fsdp=2, tp=2."""
+    source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"))
+    for mesh in (dict(), dict(fsdp=2), dict(tp=2)):
+        assert worlds.run(trials.world_of(mesh), functools.partial(same_as_carried, source, mesh))[0] == []
+
+
+# --- steps in which somebody has no target of the head ---
+
+NONE = (1, 2, 2, 1)  # sizes of documents without a target two tokens ahead
+
+
+def _no_targets(source: Path, mesh: dict[str, int], sizes: Sequence[Sequence[int]], mode: str) -> Any:
+    """Train on a batch of each list of sizes, dealt to the data ranks."""
+    where = trials.mesh_of(mesh)
+    model = mw.load(source, where, dtype=torch.float64, mtp=mode)
+    engine = mw.Engine(model, lr=1e-2)
+    length = -(-max(map(sum, sizes)) // 4) * 4
+    whole = [mw.pack([[7 + i % 90 for i in range(n)] for n in each], length=length) for each in sizes]
+    own = whole[where.data_rank :: where.num_data_ranks]
+    engine.backward(own)
+    record, grads = engine._pending().mtp_record, mw.gather(model, "grad")
+    engine.update()
+    assert all(w.isfinite().all() for w in mw.gather(model).values())
+    return record, grads
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(cp=2), dict(tp=2), dict(pp=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "sizes",
+    [((9, 4), NONE), (NONE, (9, 4)), ((14, 2, 2, 2), NONE), (NONE, NONE)],
+    ids=["second", "first", "part", "none"],
+)
+def test_a_rank_or_a_micro_batch_without_targets(root: Path, sizes: Any, mesh: dict[str, int], mode: str) -> None:
+    """In ((14, 2, 2, 2), NONE) the second half of the stream has none: a cp rank."""
+    source = source_of(root, "qwen3_5")
+    (one,) = worlds.run(1, functools.partial(_no_targets, source, {}, sizes, mode))
+    record, grads = worlds.run(2, functools.partial(_no_targets, source, mesh, sizes, mode))[0]
+    assert record.loss == pytest.approx(one[0].loss, abs=1e-12)
+    for key, grad in grads.items():
+        assert (grad - one[1][key]).norm() <= LIMIT * max(float(one[1][key].norm()), 1e-6), key
+    if sizes == (NONE, NONE):
+        assert (record.loss, record.acceptance) == (0.0, 0.0)
+        assert not any(grad.any() for key, grad in grads.items() if key.startswith("mtp."))
+
+
+# --- files ---
+
+
+def _exported(source: Path, mesh: dict[str, int], at: Path, mode: str, **options: Any) -> dict[str, Tensor]:
+    """Train a step, export, and return what is streamed to an inference engine."""
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, mtp=mode, **options)
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step([batch_of(1 + model.mesh.data_rank)])
+    mw.export(model, at)
+    return mw.gather(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_has_the_trained_head_in_the_keys_of_the_source(root: Path, tmp_path: Path, family: str) -> None:
+    source = source_of(root, family, dtype=torch.bfloat16)
+    streamed = worlds.run(2, functools.partial(_exported, source, dict(fsdp=2), tmp_path / "out", "head"))[0]
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {k: (t.shape, t.dtype) for k, t in before.items()} == {k: (t.shape, t.dtype) for k, t in after.items()}
+    assert (source / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+    frozen = [k for k in before if k.startswith("mtp.") and torch.equal(before[k], after[k])]
+    assert [k for k in frozen if "index" not in k] == []  # an indexer has no gradient
+    assert all(torch.equal(streamed[k], t) for k, t in after.items() if k.startswith("mtp."))
+
+
+def _first(source: Path, **options: Any) -> mw.Model:
+    return mw.load(source, dtype=torch.float32, **options)
+
+
+@worlds.world(1)
+def test_config_and_keys_agree_both_ways(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    field = "mtp_num_hidden_layers"
+    read = lambda at: json.loads((at / "config.json").read_text()).get(field)  # noqa: E731 - short
+    bare = tiny.directory(tmp_path / "bare", "qwen3_5_moe")  # neither keys nor a field
+    with caplog.at_level(logging.WARNING):
+        new = _first(bare, mtp="head")
+    assert "a new one is drawn" in caplog.text
+    mw.export(new, tmp_path / "new")
+    assert read(tmp_path / "new") == 1
+    keys = load_file(tmp_path / "new" / "model.safetensors")
+    assert {"mtp.fc.weight", "mtp.layers.0.mlp.experts.7.up_proj.weight"} <= keys.keys()  # spelled as the trunk's
+    mw.export(_first(tmp_path / "new"), tmp_path / "again")
+    assert read(tmp_path / "again") == 1
+    mw.export(_first(bare), tmp_path / "none")
+    assert read(tmp_path / "none") is None
+    config = {**json.loads((bare / "config.json").read_text()), field: 1}  # it promises what it lacks
+    (bare / "config.json").write_text(json.dumps(config))
+    mw.export(_first(bare), tmp_path / "repaired")
+    assert read(tmp_path / "repaired") == 0
+
+
+@worlds.world(1)
+def test_a_trunk_that_is_trained_beside_a_carried_head_is_said_once(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_of(root, "qwen3_5", dtype=torch.float32)
+    with caplog.at_level(logging.WARNING):
+        _first(source, train=[])
+        assert "goes stale" not in caplog.text
+        _first(source)
+    assert caplog.text.count("goes stale") == 1
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "a family without one": ("qwen3", {}, dict(mtp="head"), r"qwen3.*no MTP head"),
+    "a value head": ("qwen3_5", {}, dict(mtp="head", head="value"), "predicts words"),
+    "patterns without it": ("qwen3_5", {}, dict(mtp="all", train=["layers.*"]), r"head\.mtp"),
+    "an unknown mode": ("qwen3_5", {}, dict(mtp="on"), "carried, head, all"),
+    "a weight of 0": ("qwen3_5", {}, dict(mtp="head", mtp_weight=0.0), "mtp_weight"),
+    "embeddings of its own": (
+        "qwen3_5", dict(mtp_use_dedicated_embeddings=True), dict(mtp="head"), "mtp_use_dedicated_embeddings"
+    ),
+    "two layers": ("qwen3_5", dict(mtp_num_hidden_layers=2), dict(mtp="head"), "mtp_num_hidden_layers=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@worlds.world(1)
+def test_refused(tmp_path: Path, name: str) -> None:
+    family, fields, options, what = REFUSED[name]
+    at = tiny.directory(tmp_path / "m", family)
+    (at / "config.json").write_text(json.dumps({**json.loads((at / "config.json").read_text()), **fields}))
+    with pytest.raises(mw.ConfigError, match=what):
+        _first(at, **options)
+
+
+@worlds.world(1)
+def test_files_with_a_part_of_a_head_are_refused(root: Path, tmp_path: Path) -> None:
+    """What is missing must not be drawn beside what is there."""
+    from safetensors.torch import save_file
+
+    source = tiny.with_mtp(tiny.directory(tmp_path / "m", "qwen3_5"))
+    tensors = load_file(source / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(mw.MissingKey, match=r"mtp\.fc\.weight"):
+        _first(source, mtp="head")
+
+
+# --- checkpoints ---
+
+
+def _saved(source: Path, mesh: dict[str, int], at: Path, mode: str, steps: int) -> None:
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, mtp=mode)
+    engine = mw.Engine(model, lr=1e-2, router_aux="previous")
+    for step in range(steps):
+        engine.step(
+            [batch_of(1 + 4 * step + rank) for rank in range(2)][model.mesh.data_rank :: model.mesh.num_data_ranks]
+        )
+    mw.save(engine, at)
+
+
+def _resumed(source: Path, mesh: dict[str, int], at: Path, mode: str) -> tuple[float, float, float]:
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, mtp=mode)
+    engine = mw.Engine(model, lr=1e-2, router_aux="previous")
+    mw.resume(engine, at)
+    record = engine.step([batch_of(9 + rank) for rank in range(2)][model.mesh.data_rank :: model.mesh.num_data_ranks])
+    return record.loss, 0.0 if record.mtp is None else record.mtp.loss, float(engine.steps)
+
+
+@pytest.mark.parametrize(("family", "mode"), [("qwen3_5_moe", "head"), ("qwen3_5 tied", "all"), ("qwen4_exp", "all")])
+def test_a_run_is_resumed_on_another_mesh(root: Path, tmp_path: Path, family: str, mode: str) -> None:
+    """The embedding of both ends too: Megatron-Bridge#5380 lost it, and the loss jumped."""
+    source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"), dtype=torch.float32)
+    worlds.run(2, functools.partial(_saved, source, dict(pp=2), tmp_path / "run", mode, 2))
+    meshes: tuple[dict[str, int], ...] = (dict(pp=2), dict(fsdp=2), dict(tp=2))
+    same, *others = (
+        worlds.run(2, functools.partial(_resumed, source, mesh, tmp_path / "run", mode))[0] for mesh in meshes
+    )
+    for other in others:
+        assert other == pytest.approx(same, rel=2e-6)
+
+
+@worlds.world(1)
+def test_a_run_that_carried_its_head_goes_on_with_it(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_of(root, "qwen3_5_moe", dtype=torch.float32)
+    _saved(source, {}, tmp_path / "carried", "carried", 2)
+    with caplog.at_level(logging.WARNING):
+        loss, mtp_loss, steps = _resumed(source, {}, tmp_path / "carried", "head")
+    assert "its optimizer state begins at zero" in caplog.text
+    assert (loss, steps) == (_resumed(source, {}, tmp_path / "carried", "carried")[0], 3.0)
+    assert mtp_loss > 0
+    _saved(source, {}, tmp_path / "trained", "head", 1)
+    with pytest.raises(mw.CheckpointError, match=words("MTP head", "carried")):
+        _resumed(source, {}, tmp_path / "trained", "carried")
