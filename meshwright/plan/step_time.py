@@ -331,6 +331,8 @@ def flops_of(blueprint: Blueprint, trained: Set[str]) -> Flops:
     vocabulary = blueprint.module.vocabulary
     per_token = sum(_of_matrix(param, share, trained) for param in table if _is_matrix(param, vocabulary))
     per_token += sum(_of_delta_rule(param.rows, values) for param, values in _delta_nets(table))
+    if (mtp := blueprint.module.mtp) is not None:  # it scores the vocabulary once more
+        per_token += _of_matrix(table[vocabulary], share, set() if mtp.detached else trained)
     # Causal attention: scores and values are 2 matmuls of 2 operations over half a square, times 3 with backward.
     squares = [param.cols for param in table if "heads" in param.cols]
     return Flops(per_token, sum(6.0 * cols["heads"] * cols["head"] for cols in squares))

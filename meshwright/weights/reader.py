@@ -12,7 +12,7 @@ import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import torch
@@ -70,34 +70,24 @@ def choose(table: Table, source: Source) -> dict[str, str]:
         if not group:
             continue
         members = [p for p in table if p.group == group]
-        if all(_is_new(param, source) for param in members):  # spelled as their like in the trunk
-            choice[group] = choice.get(group.rpartition(".")[2], names[0])
-            continue
         keys_by_layout = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
+        if all(p.optional for p in members) and not any(k in source.entries for k in chain(*keys_by_layout.values())):
+            choice[group] = choice.get(group.rpartition(".")[2], names[0])  # new: spelled as their like in the trunk
+            continue
         candidates = [name for name in names if all(k in source.entries for k in keys_by_layout[name])]
         # If one layout's keys are a part of another's, the larger one explains more of the file.
-        candidates = [
-            n for n in candidates if not any(set(keys_by_layout[n]) < set(keys_by_layout[m]) for m in candidates)
-        ]
-        if len(candidates) > 1 and len({frozenset(keys_by_layout[name]) for name in candidates}) == 1:
-            candidates = [name for name in candidates if _shapes_match(members, {group: name}, source)] or candidates[
-                :1
-            ]
+        keys_of = {name: set(keys_by_layout[name]) for name in candidates}
+        candidates = [n for n in candidates if not any(keys_of[n] < keys_of[m] for m in candidates)]
+        if len(candidates) > 1 and len({frozenset(keys_of[name]) for name in candidates}) == 1:
+            fitting = [name for name in candidates if _shapes_match(members, {group: name}, source)]
+            candidates = fitting or candidates[:1]
         if len(candidates) > 1:
-            raise LoadError(
-                f"the source holds the {group} in {len(candidates)} layouts ({', '.join(candidates)}); remove all but "
-                "one of them"
-            )
+            layouts = f"{len(candidates)} layouts ({', '.join(candidates)})"
+            raise LoadError(f"the source holds the {group} in {layouts}; remove all but one of them")
         if not candidates:
             raise MissingKey(_nearest(group, keys_by_layout, source))
         choice[group] = candidates[0]
     return choice
-
-
-def _is_new(param: Param, source: Source) -> bool:
-    """Tell whether a source lacks a parameter that it may lack."""
-    keys = [key for layout in param.layouts for key in layout.keys]
-    return param.optional and not any(key in source.entries for key in keys)
 
 
 def _shapes_match(members: Iterable[Param], choice: Choice, source: Source) -> bool:
