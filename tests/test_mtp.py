@@ -156,7 +156,10 @@ def tried(root: Path, family: str, mode: str, mesh: dict[str, int], **changes: A
     return trials.changed(trials.trial(source, mesh), mtp=mode, memory=memory, router_aux=aux, **changes)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+FEW = [mesh for mesh in MESHES if parts.ALL or mesh not in (dict(fsdp=2, cp=2), dict(replicate=2), dict(pp=2))]
+
+
+@pytest.mark.parametrize("mesh", FEW, ids=trials.named)
 def test_every_oracle_holds(root: Path, mesh: dict[str, int]) -> None:
     several = {f"{f}, {m}": tried(root, f, m, mesh) for f, m, where in CASES if where == mesh}
     findings = trials.findings_in_turn(several)
@@ -175,11 +178,14 @@ OPTIONS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_oracle_holds_with(root: Path, name: str, mode: str) -> None:
+RARE = () if parts.ALL else ("adapters on a pipeline", "frozen trunk on a pipeline", "frozen first layers")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in RARE])
+def test_every_oracle_holds_with(root: Path, name: str) -> None:
     family, mesh, changes = OPTIONS[name]
-    assert not trials.findings(tried(root, family, mode, mesh, **changes))
+    findings = trials.findings_in_turn({mode: tried(root, family, mode, mesh, **changes) for mode in MODES})
+    assert {mode: list(map(str, found)) for mode, found in findings.items()} == {"head": [], "all": []}
 
 
 # --- what the trunk must not notice ---
@@ -215,6 +221,22 @@ def test_a_head_trained_alone_changes_no_bit_of_the_trunk(root: Path, family: st
         assert worlds.run(trials.world_of(mesh), functools.partial(same_as_carried, source, mesh))[0] == []
 
 
+def _by_weight(source: Path) -> dict[str, Tensor]:
+    """The gradients of the head with twice the weight, less twice those with the weight."""
+    grads = []
+    for weight in (0.2, 0.1):
+        engine = mw.Engine(mw.load(source, dtype=torch.float64, mtp="head", mtp_weight=weight), lr=1e-2)
+        engine.backward([batch_of(1)])
+        grads.append(mw.gather(engine.model, "grad"))
+    return {k: (g - 2 * grads[1][k]) / g.norm() for k, g in grads[0].items() if k.startswith("mtp.") and g.any()}
+
+
+def test_the_weight_is_that_of_the_aux_loss_too(root: Path) -> None:
+    (off,) = worlds.run(1, functools.partial(_by_weight, source_of(root, "qwen3_5_moe")))
+    assert off
+    assert all(each.norm() < LIMIT for each in off.values())
+
+
 # --- steps in which somebody has no target of the head ---
 
 NONE = (1, 2, 2, 1)  # sizes of documents without a target two tokens ahead
@@ -235,24 +257,35 @@ def _no_targets(source: Path, mesh: dict[str, int], sizes: Sequence[Sequence[int
     return record, grads
 
 
-@pytest.mark.parametrize("mode", MODES)
+SIZES = {
+    "second": ((9, 4), NONE), "first": (NONE, (9, 4)), "part": ((14, 2, 2, 2), NONE), "none": (NONE, NONE),
+}  # fmt: skip
+
+
+def _no_targets_in_turn(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
+    cases = ((name, mode) for name in SIZES for mode in MODES)
+    return {f"{name}, {mode}": _no_targets(source, mesh, SIZES[name], mode) for name, mode in cases}
+
+
+@functools.cache
+def _of_one(source: Path) -> dict[str, Any]:
+    (one,) = worlds.run(1, functools.partial(_no_targets_in_turn, source, {}))
+    return dict(one)
+
+
 @pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(cp=2), dict(tp=2), dict(pp=2)], ids=trials.named)
-@pytest.mark.parametrize(
-    "sizes",
-    [((9, 4), NONE), (NONE, (9, 4)), ((14, 2, 2, 2), NONE), (NONE, NONE)],
-    ids=["second", "first", "part", "none"],
-)
-def test_a_rank_or_a_micro_batch_without_targets(root: Path, sizes: Any, mesh: dict[str, int], mode: str) -> None:
-    """In ((14, 2, 2, 2), NONE) the second half of the stream has none: a cp rank."""
+def test_a_rank_or_a_micro_batch_without_targets(root: Path, mesh: dict[str, int]) -> None:
+    """In "part" the second half of the stream has none: a cp rank."""
     source = source_of(root, "qwen3_5")
-    (one,) = worlds.run(1, functools.partial(_no_targets, source, {}, sizes, mode))
-    record, grads = worlds.run(2, functools.partial(_no_targets, source, mesh, sizes, mode))[0]
-    assert record.loss == pytest.approx(one[0].loss, abs=1e-12)
-    for key, grad in grads.items():
-        assert (grad - one[1][key]).norm() <= LIMIT * max(float(one[1][key].norm()), 1e-6), key
-    if sizes == (NONE, NONE):
-        assert (record.loss, record.acceptance) == (0.0, 0.0)
-        assert not any(grad.any() for key, grad in grads.items() if key.startswith("mtp."))
+    for case, (record, grads) in worlds.run(2, functools.partial(_no_targets_in_turn, source, mesh))[0].items():
+        expected, expected_grads = _of_one(source)[case]
+        assert record.loss == pytest.approx(expected.loss, abs=1e-12), case
+        for key, grad in grads.items():
+            size = max(float(expected_grads[key].norm()), 1e-6)
+            assert (grad - expected_grads[key]).norm() <= LIMIT * size, (case, key)
+        if case.startswith("none"):
+            assert (record.loss, record.acceptance) == (0.0, 0.0)
+            assert not any(grad.any() for key, grad in grads.items() if key.startswith("mtp."))
 
 
 # --- files ---
@@ -374,48 +407,60 @@ def test_a_plan_puts_the_second_vocabulary_product_on_the_last_stage(family: str
 # --- checkpoints ---
 
 
-def _saved(source: Path, mesh: dict[str, int], at: Path, mode: str, steps: int) -> None:
-    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, mtp=mode)
-    engine = mw.Engine(model, lr=1e-2, router_aux="previous")
+def _own(model: mw.Model, step: int) -> list[mw.Batch]:
+    """The batches of a step that this data rank trains on."""
+    whole = [batch_of(1 + 4 * step + rank) for rank in range(2)]
+    return whole[model.mesh.data_rank :: model.mesh.num_data_ranks]
+
+
+def _saved(source: Path, mesh: dict[str, int], at: Path, mode: str, steps: int) -> list[float]:
+    """Train, save after `steps`, and return the losses of two steps more."""
+    engine = _engine(source, mesh, mode)
     for step in range(steps):
-        engine.step(
-            [batch_of(1 + 4 * step + rank) for rank in range(2)][model.mesh.data_rank :: model.mesh.num_data_ranks]
-        )
+        engine.step(_own(engine.model, step))
     mw.save(engine, at)
+    return _two_steps(engine)
 
 
-def _resumed(source: Path, mesh: dict[str, int], at: Path, mode: str) -> tuple[float, float, float]:
-    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, mtp=mode)
-    engine = mw.Engine(model, lr=1e-2, router_aux="previous")
+def _resumed(source: Path, mesh: dict[str, int], at: Path, mode: str) -> list[float]:
+    engine = _engine(source, mesh, mode)
     mw.resume(engine, at)
-    record = engine.step([batch_of(9 + rank) for rank in range(2)][model.mesh.data_rank :: model.mesh.num_data_ranks])
-    return record.loss, 0.0 if record.mtp is None else record.mtp.loss, float(engine.steps)
+    return _two_steps(engine)
+
+
+def _engine(source: Path, mesh: dict[str, int], mode: str) -> mw.Engine:
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float64, mtp=mode)
+    return mw.Engine(model, lr=1e-2, router_aux="previous")
+
+
+def _two_steps(engine: mw.Engine) -> list[float]:
+    """The losses of the model and of the head in two steps: the second depends on the optimizer state."""
+    records = [engine.step(_own(engine.model, engine.steps)) for _ in range(2)]
+    return [loss for r in records for loss in (r.loss, 0.0 if r.mtp is None else r.mtp.loss)]
 
 
 @pytest.mark.parametrize(("family", "mode"), [("qwen3_5_moe", "head"), ("qwen3_5 tied", "all"), ("qwen4_exp", "all")])
 def test_a_run_is_resumed_on_another_mesh(root: Path, tmp_path: Path, family: str, mode: str) -> None:
     """The embedding of both ends too: Megatron-Bridge#5380 lost it, and the loss jumped."""
-    source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"), dtype=torch.float32)
-    worlds.run(2, functools.partial(_saved, source, dict(pp=2), tmp_path / "run", mode, 2))
+    source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"))
+    straight = worlds.run(2, functools.partial(_saved, source, dict(pp=2), tmp_path / "run", mode, 2))[0]
     meshes: tuple[dict[str, int], ...] = (dict(pp=2), dict(fsdp=2), dict(tp=2))
-    same, *others = (
-        worlds.run(2, functools.partial(_resumed, source, mesh, tmp_path / "run", mode))[0] for mesh in meshes
-    )
-    for other in others:
-        assert other == pytest.approx(same, rel=2e-6)
+    for mesh in meshes:
+        resumed = worlds.run(2, functools.partial(_resumed, source, mesh, tmp_path / "run", mode))[0]
+        assert resumed == pytest.approx(straight, rel=1e-9)
 
 
 @worlds.world(1)
 def test_a_run_that_carried_its_head_goes_on_with_it(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = source_of(root, "qwen3_5_moe", dtype=torch.float32)
-    _saved(source, {}, tmp_path / "carried", "carried", 2)
+    source = source_of(root, "qwen3_5_moe")
+    trunk = _saved(source, {}, tmp_path / "carried", "carried", 2)
     with caplog.at_level(logging.WARNING):
-        loss, mtp_loss, steps = _resumed(source, {}, tmp_path / "carried", "head")
+        goes_on = _resumed(source, {}, tmp_path / "carried", "head")
     assert "its optimizer state begins at zero" in caplog.text
-    assert (loss, steps) == (_resumed(source, {}, tmp_path / "carried", "carried")[0], 3.0)
-    assert mtp_loss > 0
+    assert goes_on[::2] == trunk[::2]
+    assert all(goes_on[1::2])
     _saved(source, {}, tmp_path / "trained", "head", 1)
     with pytest.raises(mw.CheckpointError, match=words("MTP head", "carried")):
         _resumed(source, {}, tmp_path / "trained", "carried")
