@@ -47,12 +47,13 @@ class Case(NamedTuple):
     memory: mw.MemoryOptions
     tokens: int
     num_batches: int = BATCHES
+    mtp: str = "carried"
 
 
 def planned(case: Case) -> dict[str, int]:
     """Return the planned bytes by kind on the rank that needs most, without parameters and optimizer state."""
     axes, memory = Axes(**case.sizes), case.memory
-    blueprint = Blueprint.of(dict(case.config), None, Recipe(memory=memory))
+    blueprint = Blueprint.of(dict(case.config), None, Recipe(memory=memory, mtp=case.mtp))
     held = held_while_training(case.dtype, frozenset(blueprint.table.params), offload=memory.offload)
     work = StepWork(case.tokens, case.num_batches, case.dtype, memory, "cpu")
     need = Need(blueprint.spec, axes, held, work)
@@ -71,7 +72,8 @@ def counted(case: Case) -> int:
 
 
 def _of_rank(folder: str, case: Case) -> int:
-    model = mw.init(folder, mw.Mesh(**case.sizes, device="cpu"), dtype=case.dtype, memory=case.memory)
+    mesh, recipe = mw.Mesh(**case.sizes, device="cpu"), Recipe(dtype=case.dtype, memory=case.memory, mtp=case.mtp)
+    model = mw.init(folder, mesh, **vars(recipe))
     engine, vocab = mw.Engine(model, lr=1e-3), model.blueprint.vocab
     noise = torch.Generator().manual_seed(model.mesh.data_rank)
     documents = torch.randint(vocab, (case.num_batches, case.tokens), generator=noise).tolist()

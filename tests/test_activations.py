@@ -50,7 +50,7 @@ def case_id(case: Any) -> str:
     return f"{name}-{trials.named(mesh)}-{kind}"
 
 
-def share_of_counted(config: Mapping[str, Any], mesh: Mapping[str, int], memory: mw.MemoryOptions, *rest: int) -> float:
+def share_of_counted(config: Mapping[str, Any], mesh: Mapping[str, int], memory: mw.MemoryOptions, *rest: Any) -> float:
     """Divide the simulated bytes by those that torch counts."""
     request = Case(config, mesh, F32, memory, *rest)
     return sum(planned(request).values()) / counted(request)
@@ -75,6 +75,12 @@ FEWER_BYTES_SENT = [
 def test_simulation_of_fewer_bytes_sent(name: str, mesh: dict[str, int], memory: mw.MemoryOptions) -> None:
     allowed = ALLOWED_OF["ep"] if "ep" in mesh else ALLOWED
     assert share_of_counted(tiny.of(name), mesh, memory, TOKENS) == pytest.approx(1, abs=allowed)
+
+
+@pytest.mark.parametrize(("mesh", "mode"), parts.every(2, [({}, "head"), (dict(pp=2), "all")]), ids=str)
+def test_simulation_of_an_mtp_head(mesh: dict[str, int], mode: str) -> None:
+    memory = mw.MemoryOptions(recompute="full")
+    assert share_of_counted(tiny.of("qwen3_5_moe"), mesh, memory, TOKENS, 2, mode) == pytest.approx(1, abs=ALLOWED)
 
 
 LARGE = dict(vocab_size=4096, intermediate_size=512)

@@ -287,21 +287,27 @@ def loads_of(engine: Engine) -> Tensor:
 def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
     """Return the loss and the acceptance of the MTP head in the first step, from each document alone.
 
-    Its labels and weights are taken from lists: neither `next_in_document` nor the engine's divisors take part.
+    Its labels and weights are taken from lists, and its states scored by a plain product: neither `next_in_document`
+    nor the loss in chunks nor the engine's divisors take part.
     """
-    if model.recipe.mtp == "carried":
+    mtp = model.blueprint.module.mtp
+    if mtp is None:
         return None
+    states, want = list[Tensor](), model.blueprint.scores[0] + WITH_MTP
+    hook = mtp.register_forward_hook(lambda _module, _given, state_TD: states.append(state_TD))
     terms = weight = hits = num = 0.0
+    words_VD = model.parameter(model.blueprint.module.vocabulary).detach().double()
     for batch in (batch for rank in range(trial.axes.num_data_ranks) for batch in trial.data(rank, 0)):
         for document in split_documents(batch):
-            want = model.blueprint.scores[0] + WITH_MTP
-            (scores,) = parallel.run_forward(model, [document], want, lambda _, scores: torch.stack(scores[1:]))
-            logprobs, is_hit = scores.tolist()
+            parallel.run_forward(model, [document], want, lambda _, scores: scores[0])
+            logprobs_TV = (states.pop().double() @ words_VD.T).log_softmax(-1)
             weights = document.fields.get("weight", torch.ones(len(document))).tolist()
             for at, label in enumerate(document.labels.tolist()[1:]):
                 if label != IGNORE:
-                    terms, weight = terms - logprobs[at] * weights[at + 1], weight + weights[at + 1]
-                    hits, num = hits + is_hit[at], num + 1
+                    terms -= float(logprobs_TV[at, label]) * weights[at + 1]
+                    weight, num = weight + weights[at + 1], num + 1
+                    hits += bool(logprobs_TV[at].argmax() == label)
+    hook.remove()
     return terms / weight, hits / num
 
 
