@@ -188,7 +188,7 @@ def refer(course: Course) -> list[Reference]:
         loss = engine.backward(course.trial(num).all_batches())
         grads = mw.gather(engine.model, "grad")
         norm = engine.update()
-        out.append(Reference([ReferenceStep(loss, norm, engine.router.load_LE, grads)]))
+        out.append(Reference([ReferenceStep(loss, [norm], engine.router.load_LE, grads)]))
     return out
 
 

@@ -178,7 +178,7 @@ def written_despite_an_infinite_norm(patch):
 
 
 def loss_forgotten(patch):
-    patch.setattr(engine_module, "_norm_if_applied", lambda reduced, norm: norm)
+    patch.setattr(engine_module, "norms_if_applied", lambda reduced, norms: norms)
 
 
 @pytest.mark.parametrize(
