@@ -100,10 +100,11 @@ class Blueprint:
         patterns = patterns_of(self.recipe.train)
         if self.recipe.lora is None:
             trained = self._trained_by(patterns)
-            if self.recipe.mtp != "carried" and trained and not any(name.startswith(MTP) for name in trained):
+            able = {param.name for param in self.table if param.name.startswith(MTP) and param.trains == ALWAYS}
+            if trained and not able <= {*trained}:
                 raise ConfigError(
-                    f"mtp={self.recipe.mtp!r} trains the MTP head, and train={patterns} names nothing of it; add "
-                    f"'{MTP}*', or leave mtp out"
+                    f"mtp={self.recipe.mtp!r} trains the MTP head, and train={patterns} leaves out "
+                    f"{min(able.difference(trained))}; add '{MTP}.*', or leave mtp out"
                 )
             return trained
         more = [] if patterns == ["**"] else self._trained_by(patterns)

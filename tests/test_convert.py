@@ -148,3 +148,37 @@ def test_what_is_refused(
     assert run(*(each.format(**places) for each in arguments)) == 2
     assert re.search(pattern, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def saved_with_mtp(source: Path, at: Path) -> None:
+    engine = mw.Engine(mw.load(source, dtype=torch.float32, mtp="head"), lr=1e-2, router_aux="previous")
+    train(engine, 2)
+    mw.save(engine, at / "ours")
+    mw.export(engine.model, at / "hf")
+    dcp.save(engine.state_dict(), checkpoint_id=at / "dcp")
+
+
+def test_a_trained_mtp_head_is_converted(tmp_path: Path) -> None:
+    """Weights, optimizer state and the load of its experts."""
+    source = tiny.with_mtp(tiny.directory(tmp_path / "source", FAMILY, dtype=torch.bfloat16))
+    worlds.run(1, saved_with_mtp, source, tmp_path)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for kind in ("dcp", "ours"):
+        assert (
+            run(tmp_path / kind, tmp_path / f"hf of {kind}", "--to", "hf", *(["--like", source] * (kind == "dcp"))) == 0
+        )
+        converted = load_file(tmp_path / f"hf of {kind}" / "model.safetensors")
+        assert all(torch.equal(converted[key], tensor) for key, tensor in exported.items())
+    assert run(tmp_path / "dcp", tmp_path / "again", "--to", "meshwright", "--like", source) == 0
+    step = "step-000002"
+    assert bytes_of(tmp_path / "again" / step) == bytes_of(tmp_path / "ours" / step)
+    assert run(tmp_path / "again", tmp_path / "back", "--to", "dcp") == 0
+    was, back = (torch_list(tmp_path / each) for each in ("dcp", "back"))
+    assert was == back
+
+
+def torch_list(at: Path) -> dict[str, Any]:
+    """The names and shapes of a DCP checkpoint."""
+    return {
+        name: tuple(each.size) for name, each in dcp.FileSystemReader(at).read_metadata().state_dict_metadata.items()
+    }

@@ -155,9 +155,9 @@ CASES = [
 
 def tried(root: Path, family: str, mode: str, mesh: dict[str, int], **changes: Any) -> Any:
     source = source_of(root, family.removesuffix(" tied"), tied=family.endswith("tied"))
-    memory = MemoryOptions(**MEMORY.get(trials.named(mesh), {}))
+    options = {"memory": MemoryOptions(**MEMORY.get(trials.named(mesh), {})), **changes}
     aux = "previous" if "pp" in mesh else "pooled"
-    return trials.changed(trials.trial(source, mesh), mtp=mode, memory=memory, router_aux=aux, **changes)
+    return trials.changed(trials.trial(source, mesh), mtp=mode, router_aux=aux, **options)
 
 
 @pytest.mark.parametrize("mesh", MESHES if parts.ALL else FEW, ids=trials.named)
@@ -169,7 +169,8 @@ def test_every_oracle_holds(root: Path, mesh: dict[str, int]) -> None:
 
 OPTIONS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zero-bubble": ("qwen3_5", dict(pp=2), dict(pipeline=Pipeline(schedule="zero-bubble"))),
-    "interleaved": ("qwen4_exp", dict(pp=2), dict(pipeline=Pipeline(stages=2))),
+    # Backward of the last stage counts again what it recomputes, and other stages of the rank must not add it.
+    "interleaved": ("qwen4_exp", dict(pp=2), dict(pipeline=Pipeline(stages=2), memory=MemoryOptions(recompute="full"))),
     "adapters": ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(lora=Lora(rank=3, b_std=0.1))),
     "adapters on a pipeline": ("qwen3_5", dict(pp=2, tp=2), dict(lora=Lora(rank=3, b_std=0.1))),
     "frozen trunk": ("qwen3_5", dict(fsdp=2, tp=2), dict(train=["head.mtp.*"])),
@@ -239,6 +240,19 @@ def test_the_weight_is_that_of_the_aux_loss_too(root: Path) -> None:
 
 
 # --- steps in which somebody has no target of the head ---
+
+
+def _single_tokens(source: Path) -> float:
+    """A step of documents of one token each, with labels: the router of the head sees none of them."""
+    engine = mw.Engine(mw.load(source, dtype=torch.float64, mtp="head"), lr=1e-2, router_aux="previous")
+    record = engine.step([mw.pack([[5], [6], [7]], labels=[[9], [8], [7]])])
+    assert record.mtp is not None
+    return record.mtp.loss
+
+
+def test_a_step_without_next_tokens(root: Path) -> None:
+    assert worlds.run(1, functools.partial(_single_tokens, source_of(root, "qwen3_5_moe"))) == [0.0]
+
 
 NONE = (1, 2, 2, 1)  # sizes of documents without a target two tokens ahead
 
@@ -360,6 +374,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "embeddings of its own": (
         "qwen3_5", dict(mtp_use_dedicated_embeddings=True), dict(mtp="head"), "mtp_use_dedicated_embeddings"
     ),
+    "a part of it": ("qwen3_5", {}, dict(mtp="head", train=["layers.*", "*norm*"]), r"leaves out head\.mtp"),
     "two layers": ("qwen3_5", dict(mtp_num_hidden_layers=2), dict(mtp="head"), "mtp_num_hidden_layers=2"),
 }  # fmt: skip
 
@@ -465,3 +480,7 @@ def test_a_run_that_carried_its_head_goes_on_with_it(
     _saved(source, {}, tmp_path / "trained", "head", 1)
     with pytest.raises(mw.CheckpointError, match=words("MTP head", "carried")):
         _resumed(source, {}, tmp_path / "trained", "carried")
+    at = tmp_path / "export"  # of another head, which a model that carries its own would lose
+    mw.export(mw.load(next((tmp_path / "trained").iterdir()), dtype=torch.float64, train=[]), at)
+    with pytest.raises(mw.CheckpointError, match=words(r"mtp\.", "MTP head an export would write")):
+        _resumed(source, {}, at, "carried")

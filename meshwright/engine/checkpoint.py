@@ -35,6 +35,7 @@ from .optimizer_state import dtypes_of, quantised_in, spec_with, state_of, take_
 from .resume_checks import (
     carried_before,
     check_adapter_keys,
+    check_carried_mtp,
     check_mtp,
     check_same,
     check_same_config,
@@ -264,6 +265,7 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     check_tower(model, source.directory, trainer.get("tower", False))
     check_same_adapters(model, trainer.get("lora"), source.directory)
     check_mtp(model, trainer["trained"], source.directory)
+    check_carried_mtp(model, source.planes[WEIGHTS])
     # Raise for anything that differs before a tensor is overwritten, so that a refused resume leaves a usable model.
     blueprint = _blueprint_of(model, source.planes[WEIGHTS], trainer["head"])
     planes = state_of(source, engine.optimizer.options)
@@ -347,8 +349,9 @@ def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.steps = engine.optimizer.steps = trainer["step"]
     engine.tokens = trainer["tokens"]
     engine.router.resume(trainer["router_load"])
-    if engine.mtp is not None and "mtp_router_load" in trainer:
-        engine.mtp.router.resume(trainer["mtp_router_load"])
+    if engine.mtp is not None:
+        load = engine.mtp.router.trained_load
+        engine.mtp.router.resume(trainer.get("mtp_router_load", torch.zeros_like(load).tolist()))
     rows = checkpoint.random_rows(engine.model.mesh)
     if rows:
         torch.set_rng_state(rows["host"])
@@ -368,6 +371,7 @@ def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Seq
             f"{source.directory} holds the weights of a model, and the engine's has adapters (LoRA); resume a "
             "checkpoint of adapters, or load it as the base: mw.load(..., lora=)"
         )
+    check_carried_mtp(model, source)
     blueprint = _blueprint_of(model, source, model.blueprint.head)
     check_same_table(model, blueprint, source.directory)
     check_same_config(model, blueprint, source.directory, new_config)

@@ -21,16 +21,18 @@ from ..blueprint import Blueprint
 from ..checkpoint import MASTER, PARAMETERS, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
-from ..models import VISUAL
+from ..models import PREFIX, VISUAL
 from ..optim import names_of_scales, with_scales
 from ..optim.int8_state import is_quantised
 from ..recipe import Recipe
-from ..sharding import Param, Table
+from ..sharding import MTP, Param, Table
 from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
+from .export import config_of
 from .optimizer_state import COUNTERS, file_key, state_key
 
 HF, TORCH, MESHWRIGHT = "hf", "dcp", "meshwright"
+LOADS = ("router_load", "mtp_router_load")  # the second of a trained MTP head
 LazyTensors = Mapping[str, Callable[[], Tensor]]  # by key of the files; a call reads the tensor
 
 
@@ -45,6 +47,7 @@ class State:
     step: int = 0
     tokens: int = 0
     router_load: tuple[tuple[float, ...], ...] = ()
+    mtp_router_load: tuple[tuple[float, ...], ...] = ()
 
     @property
     def keymap(self) -> KeyMap:
@@ -106,7 +109,8 @@ def _read_meshwright(source: Path) -> State:
     if errors:
         raise CheckpointError(f"{checkpoint.directory} is broken: {errors[0]} ({len(errors)} such runs)")
     trainer = checkpoint.trainer
-    recipe = Recipe(head=trainer["head"], tower=trainer.get("tower", False))
+    mtp = "head" if any(name.startswith(MTP) for name in trainer["trained"]) else "carried"
+    recipe = Recipe(head=trainer["head"], tower=trainer.get("tower", False), mtp=mtp)
     config = weights.read_config(checkpoint.directory)
     blueprint = Blueprint.of(config, checkpoint.planes[WEIGHTS], recipe, directory=checkpoint.directory)
     # `parameters` are the float32 masters, if any: the weights next to them are rounded.
@@ -114,8 +118,8 @@ def _read_meshwright(source: Path) -> State:
     planes |= {
         name: _lazy_tensors(plane, blueprint) for name, plane in checkpoint.planes.items() if name not in PARAMETERS
     }
-    load = tuple(tuple(row) for row in trainer["router_load"])
-    return State(MESHWRIGHT, blueprint, planes, trainer["step"], trainer["tokens"], load)
+    loads = [tuple(map(tuple, trainer.get(name, ()))) for name in LOADS]
+    return State(MESHWRIGHT, blueprint, planes, trainer["step"], trainer["tokens"], *loads)
 
 
 def _read_torch(source: Path, like: Path | None) -> State:
@@ -138,16 +142,20 @@ def _read_torch(source: Path, like: Path | None) -> State:
         keys = {file_key(name.split(".", 1)[1]): name for name in dcp.shapes if name.startswith(f"{plane}.")}
         shapes[plane] = {key: dcp.shapes[name] for key, name in keys.items()}
         planes[plane] = {key: lambda name=name: dcp.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
-    # `score.weight` exists only with a value head, and keys of the vision tower only if it was trained.
-    head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
-    tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
-    blueprint = Blueprint.of(weights.read_config(like), files, Recipe(head=head, tower=tower), directory=like)
+    # `score.weight` exists only with a value head, and keys of vision tower and MTP head only if they were trained.
+    keys_of_weights = {*planes.get(WEIGHTS, {})}
+    tower, mtp = (any(key.startswith(prefix) for key in keys_of_weights) for prefix in (VISUAL, PREFIX))
+    recipe = Recipe(
+        head="value" if "score.weight" in keys_of_weights else "lm", tower=tower, mtp="head" if mtp else "carried"
+    )
+    blueprint = Blueprint.of(weights.read_config(like), files, recipe, directory=like)
     _drop_foreign(planes, shapes, blueprint)
     _add_frozen(planes, shapes, blueprint)
     _check_state(source, dcp.shapes, shapes, blueprint)
-    counters = {name: dcp.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
-    load = tuple(tuple(row) for row in counters["router_load"].tolist())
-    return State(TORCH, blueprint, planes, int(counters["step"]), int(counters["tokens"]), load)
+    step, tokens = (int(dcp.tensor(f"{COUNTERS}.{name}")) for name in ("step", "tokens"))
+    there = [name if f"{COUNTERS}.{name}" in dcp.shapes else "" for name in LOADS]
+    loads = [tuple(map(tuple, dcp.tensor(f"{COUNTERS}.{name}").tolist())) if name else () for name in there]
+    return State(TORCH, blueprint, planes, step, tokens, *loads)
 
 
 def _drop_foreign(
@@ -235,8 +243,9 @@ def _read_tensor(source: weights.Source, key: str) -> Tensor:
 def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
     """Write the state dict that `engine.state_dict()` would return, as DCP files."""
     counters = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
-    loads = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
-    counters["router_load"] = loads if len(loads) else loads.view(0, 0)  # a model without experts
+    for name in LOADS[: 1 + (state.blueprint.module.mtp is not None)]:
+        loads = torch.tensor([list(row) for row in vars(state)[name]], dtype=torch.float64)
+        counters[name] = loads if len(loads) else loads.view(0, 0)  # a model without experts
     opened = {plane: {key: read() for key, read in keys.items()} for plane, keys in state.planes.items()}
     tensors = {
         plane: {state_key(key, each.dtype): each for key, each in keys.items()} for plane, keys in opened.items()
@@ -251,7 +260,7 @@ def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Ex
     """Plan the Hugging Face files to write. Float32 parameters (`A_log`) are never rounded."""
     assert state.blueprint.directory is not None, "every kind of source has a directory with config.json"
     # Without `dtype` each key keeps the dtype that the source's files (or those of `like`) have.
-    keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype, state.keymap)
+    keymap, config = state.keymap, config_of(state.blueprint, dtype, state.keymap)
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
         keymap = keymap.recast(dtype, exact)
@@ -314,9 +323,10 @@ def _write_meshwright(state: State, target: Path, dtype: torch.dtype | None, adv
     export = _export(state, target, dtype)
     planes = disk.planes_of(table, export.keymap, stored, dict.fromkeys(state.of_optimizer, dtypes))
     about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
-    trainer = {
+    trainer: dict[str, Any] = {
         "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,
         "trained": trained, "settings": {}, "router_load": state.router_load, "state": None,
+        **({} if blueprint.module.mtp is None else {"mtp_router_load": state.mtp_router_load}),
     }  # fmt: skip
     with disk.Draft(target.absolute(), state.step) as draft:
         disk.write_beside(export, draft.path, trainer, extents)

@@ -180,10 +180,10 @@ class Engine:
             # Forward has counted the routed tokens. The gradient of the aux loss depends on these counts, and backward
             # reads it from `Balance.slope_E`.
             aux, mtp = self.router.set_slope(step.num_tokens, step.num_batches), self.mtp
-            if mtp is not None:
-                mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
             if scores is None:  # a pipeline stage without the head
                 return None, torch.stack([torch.zeros_like(aux), aux, *([torch.zeros_like(aux)] * 2 if mtp else [])])
+            if mtp is not None:  # only here: another stage of this rank would count once more what backward recomputed
+                mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
             num = self._terms.num_scores
             loss = self._share(batch, scores[:num], step)
             shares = torch.stack([loss.detach().double(), aux])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import weights
+from ..blueprint import Blueprint
 from ..errors import ConfigError, ExportError, StateError
 from ..log import logger
 from ..models import LM_HEAD, PREFIX, SCORE, classifier_of, family_of, text_config, with_mtp_layers
@@ -286,7 +287,7 @@ def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
     transformers assumes 2. If transformers has no classifier class for the family, no architecture is named.
     """
     keymap = _keymap(model, choices)
-    config = _with_mtp_layers(model, weights.exported_config(model.config, choices.dtype, keymap), keymap)
+    config = config_of(model.blueprint, choices.dtype, keymap, say=model.mesh.rank == 0)
     if not _has_new_value_head(model):
         return config
     config["architectures"] = [classifier_of(model.config)]
@@ -296,17 +297,20 @@ def _config(model: Model, choices: ExportOptions) -> dict[str, Any]:
     return {**config, "num_labels": 1} if num == 1 else config
 
 
-def _with_mtp_layers(model: Model, config: dict[str, Any], keymap: weights.KeyMap) -> dict[str, Any]:
-    """Return a config that promises MTP layers exactly where the files have some.
+def config_of(
+    blueprint: Blueprint, dtype: torch.dtype | None, keymap: weights.KeyMap, *, say: bool = True
+) -> dict[str, Any]:
+    """Return the config of files with these keys: one that promises MTP layers exactly where the files have some.
 
     A source may disagree with itself: libraries that drop `mtp.*` keep the config (unsloth#11042). Where the field is
-    absent, readers take one layer, so files with layers need no field.
+    absent, readers take one layer, so files with layers need no field. `say`: log a repair.
     """
-    field, has = family_of(model.config).mtp, any(key.startswith(PREFIX) for key in keymap.keys)
-    says, is_new = text_config(config).get(field), any(name.startswith(MTP) for name in model.keymap.fresh)
+    config = weights.exported_config(blueprint.config, dtype, keymap)
+    field, has = family_of(config).mtp, any(key.startswith(PREFIX) for key in keymap.keys)
+    says, is_new = text_config(config).get(field), any(name.startswith(MTP) for name in blueprint.keymap.fresh)
     if not field or has == bool(says) or (has and says is None and not is_new):
         return config
-    if model.mesh.rank == 0:
+    if say:
         files = "have an MTP head" if has else "have no MTP head (mtp.*)"
         logger.info("config.json has %s=%s and the files %s: the export says %d", field, says, files, has)
     return with_mtp_layers(config, field, int(has))

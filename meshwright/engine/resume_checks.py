@@ -11,6 +11,7 @@ from ..blueprint import Blueprint
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..log import logger
+from ..models import PREFIX
 from ..sharding import MTP
 from .adapters import saved_part
 from .engine import Engine
@@ -43,14 +44,41 @@ def check_mtp(model: Model, trained: Sequence[str], at: Path) -> None:
     if model.recipe.mtp == "carried" and any(name.startswith(MTP) for name in trained):
         raise CheckpointError(
             f'{at} trained its MTP head, and the engine\'s model was loaded with mtp="carried", which would export the '
-            f'old one; load the model with mtp="head" or "all", or start from the weights: mw.load({str(at)!r})'
+            'old one; load the model with mtp="head" or "all"'
         )
+
+
+def check_carried_mtp(model: Model, source: weights.Source) -> None:
+    """Refuse files with another MTP head than that which the model carries: an export would have the wrong one.
+
+    All ranks call it; rank 0 compares the first bytes of each tensor, which training changes in every one.
+    """
+    own = model.keymap.source
+    carried = [key for key in model.keymap.carried if key.startswith(PREFIX) and key in source.entries]
+    if model.recipe.mtp != "carried" or own is None or not carried:
+        return
+
+    def compare() -> None:
+        for key in carried if model.mesh.rank == 0 else ():
+            if weights.first_bytes(own, key) != weights.first_bytes(source, key):
+                raise CheckpointError(
+                    f"{key} is not that of {own.directory}, whose MTP head an export would write; load the model from "
+                    f'{source.directory}, or with mtp="head"'
+                )
+
+    at, what = f"the comparison with {source.directory}", f"{source.directory} cannot be resumed"
+    model.mesh.together(compare, at, CheckpointError, what)
 
 
 def check_adapter_keys(source: weights.Source, keymap: weights.KeyMap) -> None:
     """Refuse a checkpoint with other adapters than the model's: other targets, or other shapes."""
     saved, now = ({key: part.shape for key, part in each.items()} for each in (source.entries, keymap.keys))
     odd = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+    if odd and all(key.startswith(PREFIX) for key in odd):
+        raise CheckpointError(
+            f"{source.directory} has no MTP head that was trained beside its adapters ({odd[0]}); load the model as it "
+            'was saved, with mtp="carried"'
+        )
     if odd:
         then, this = (list(each[odd[0]]) if odd[0] in each else "missing" for each in (saved, now))
         raise CheckpointError(
@@ -110,8 +138,9 @@ def check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
             raise CheckpointError(
                 f"{name} is {then} in {at} and {now} in the engine's model; resume with the model that was saved"
             )
-    if blueprint.keymap.fresh:
-        raise CheckpointError(f"{at} has no {min(blueprint.keymap.fresh)}; give a checkpoint that has it")
+    if fresh := blueprint.keymap.fresh:
+        hint = ", or start from the weights: mw.load draws a new MTP head" if min(fresh).startswith(MTP) else ""
+        raise CheckpointError(f"{at} has no {min(fresh)}; give a checkpoint that has it{hint}")
 
 
 def check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config: Sequence[str]) -> None:

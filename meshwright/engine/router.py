@@ -78,7 +78,7 @@ class Router:
             share_E, num = self._pooled(pooled_E)
             weight_E = share_E / num / num_batches
         else:
-            weight_E = self._previous() / (step_tokens * balance.num_layers)
+            weight_E = self._previous() / (max(step_tokens, 1) * balance.num_layers)
         balance.slope_E = balance.coefficient * balance.num_experts * weight_E
         return (balance.slope_E * torch.stack([p.double() for p in balance.probs.values()]).sum(0)).sum()
 

@@ -77,7 +77,7 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_likeliest(stats_NT3: Tensor) -> Tensor:
-    """Return whether the label of each token has the largest logit, from stats without entropy."""
+    """Return whether no word has a larger logit than the label of each token, from stats without entropy."""
     _, target_NT, largest_NT = stats_NT3.detach().unbind(-1)
     return target_NT.sum(0) == largest_NT.amax(0)
 

@@ -106,7 +106,10 @@ def mtp_of_one(
     if record is None or alone is None:
         return
     allowed = trial.tolerance.loss
-    for name, actual, expected in (("loss", record.loss, alone[0]), ("acceptance", record.acceptance, alone[1])):
+    compared = [("loss", record.loss, alone[0])]
+    if trial.dtype == torch.float64:  # rounding may change the likeliest word, and makes ties
+        compared.append(("acceptance", record.acceptance, alone[1]))
+    for name, actual, expected in compared:
         error = abs(actual - expected)
         if not error <= allowed * max(1.0, abs(expected)):
             what = f"one process has {actual!r}, documents alone give {expected!r}"

@@ -13,6 +13,7 @@ from .directory import (
     check_export,
     copy_carried,
     exported_config,
+    first_bytes,
     raw_tensor,
     whole_values,
     write_directory,

@@ -203,6 +203,16 @@ def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
         os.close(file.fd)
 
 
+def first_bytes(source: Source, key: str) -> bytes:
+    """Return the first KB of a tensor of the source."""
+    entry = source.entries[key]
+    file = source.open(entry.file, _RESTORE_SOURCE)
+    try:
+        return file.bytes_at(entry.start, min(entry.stop - entry.start, 1024))
+    finally:
+        os.close(file.fd)
+
+
 def _bytes(entry: Entry, file: Opened) -> Iterator[bytes]:
     """Yield the bytes of a tensor in parts of bounded size."""
     for at in range(entry.start, entry.stop, _COPY_BYTES):
