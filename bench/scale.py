@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +77,7 @@ def seconds(act: Callable[[], Any]) -> tuple[float, Any]:
 
 def gathered_by(mesh: mw.Mesh) -> GatheredData:
     """Return what ranks gather before a step, if all bring equally many tokens."""
-    row = [1.0, 8000, 2, 8192, 16000, 7, 0]
+    row = astuple(Data(weight=1.0, num_targets=8000, num_batches=2, num_tokens=8192, num_real=16000, checksum=7))
     ranks = mesh.ranks_over(mw.axes.DENSE)
     return GatheredData(torch.tensor([row], dtype=torch.float64).repeat(len(ranks), 1), mesh.axes.data_rank(ranks))
 

@@ -54,7 +54,9 @@ def check_carried_mtp(model: Model, source: weights.Source) -> None:
     All ranks call it; rank 0 compares the first bytes of each tensor, which training changes in every one.
     """
     own = model.keymap.source
-    carried = [key for key in model.keymap.carried if key.startswith(PREFIX) and key in source.entries]
+    both = [key for key in model.keymap.carried if key.startswith(PREFIX) and key in source.entries]
+    # Those that a checkpoint holds in another dtype than 8-bit files are left out.
+    carried = [key for key in both if own is not None and own.entries[key].dtype == source.entries[key].dtype]
     if model.recipe.mtp != "carried" or own is None or not carried:
         return
 
