@@ -63,8 +63,8 @@ def hits(
     hidden_TC: Tensor, tokens: Tensor, labels: Tensor, bounds: Sequence[int], tensors: Tensors, config: Config
 ) -> int:
     """Count the targets whose label is the most probable token, whatever their weights."""
-    found = _predictions(hidden_TC, tokens, labels, bounds, tensors, config)
-    return sum(int(logp_V.argmax()) == label for _, label, logp_V in found)
+    predictions = _predictions(hidden_TC, tokens, labels, bounds, tensors, config)
+    return sum(int(logp_V.argmax()) == label for _, label, logp_V in predictions)
 
 
 def _weight(weights: Tensor | None, t: int) -> float:
@@ -196,17 +196,17 @@ def _streams_of_qwen4_exp(hidden_TC: Tensor, next_TD: Tensor, tensors: Tensors, 
     x_1TC = (s_TnD @ tensors["mtp.fc_hidden.weight"].T + e_TD[:, None]).flatten(1)[None]
 
     one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "ple_layer_ids": []}
-    theirs = Qwen4ExpTextConfig(**deepcopy({k: v for k, v in {**config, **one}.items() if k != "model_type"}))
-    theirs._attn_implementation = theirs._experts_implementation = "eager"
+    peer_config = Qwen4ExpTextConfig(**deepcopy({k: v for k, v in {**config, **one}.items() if k != "model_type"}))
+    peer_config._attn_implementation = peer_config._experts_implementation = "eager"
     with torch.device("meta"):  # every parameter comes from `tensors`
-        layer = qwen4_exp.Qwen4ExpTextDecoderLayer(theirs, 0)
-        mixer = qwen4_exp.Qwen4ExpTextGatedResidual(theirs, use_combine=False)
+        layer = qwen4_exp.Qwen4ExpTextDecoderLayer(peer_config, 0)
+        mixer = qwen4_exp.Qwen4ExpTextGatedResidual(peer_config, use_combine=False)
     of_layer = {k: x for k, x in _below(tensors, f"{LAYER}.").items() if not k.startswith("mlp.experts.")}
     of_layer["mlp.experts.gate_up_proj"], of_layer["mlp.experts.down_proj"] = _experts(tensors, f"{LAYER}.mlp")
     of_mixer = _below(tensors, "mtp.hyper_connection_mixer.")
     hidden_TS = torch.full((T, T), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     with _Float64(), first_of_equals():
-        rope = qwen4_exp.Qwen4ExpTextRotaryEmbedding(theirs)(x_1TC, torch.arange(T)[None])
+        rope = qwen4_exp.Qwen4ExpTextRotaryEmbedding(peer_config)(x_1TC, torch.arange(T)[None])
         x_1TC = functional_call(layer, of_layer, (x_1TC, rope, hidden_TS[None, None]), strict=True)
         return functional_call(mixer, of_mixer, (x_1TC,), strict=True)[0]
 

@@ -1,4 +1,4 @@
-"""The MTP head: against a reckoning by hand, documents one by one; on meshes; what the trunk must not notice; files."""
+"""The MTP head: against a reference by hand, documents one by one; on meshes; a trunk left as it was; files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch_of(seed: int, sizes: Sequence[int] = (5, 1, 14, 2, 9), *, weighted: bool = True) -> mw.Batch:
-    """Documents of which some tokens are not trained, with weights, and padding."""
+    """Pack documents with weights, tokens that are not trained, and padding."""
     g = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(0, 131, (n,), generator=g).tolist() for n in sizes]
     trained = [[bool(x) for x in torch.rand(n, generator=g) > 0.3] for n in sizes]
@@ -56,7 +56,7 @@ def batch_of(seed: int, sizes: Sequence[int] = (5, 1, 14, 2, 9), *, weighted: bo
 
 
 def hidden_of(source: Path, batch: mw.Batch, streams: bool) -> Tensor:
-    """What the trunk hands to the head: behind the final norm, or the residual streams before it."""
+    """Return what the trunk hands to the head: behind the final norm, or the residual streams before it."""
     model = mw.load(source, dtype=torch.float64, head="none", train=[])
     kept: list[Tensor] = []
     hook = model.parts[0].head.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
@@ -114,7 +114,7 @@ def compared(source: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_by_hand(root: Path, family: str) -> None:
-    """Without aux loss: the reckoning has none."""
+    """Leave the aux loss out: the reference has none."""
     source = tiny.with_mtp(tiny.directory(root / f"{family} plain", family, dtype=torch.float64))
     ((result),) = worlds.run(1, functools.partial(compared, source))
     for loss_off, acceptance_off, worst, num, missing in result.values():
@@ -164,7 +164,7 @@ def tried(root: Path, family: str, mode: str, mesh: dict[str, int], **changes: A
 def test_every_oracle_holds(root: Path, mesh: dict[str, int]) -> None:
     several = {f"{f}, {m}": tried(root, f, m, mesh) for f, m, where in CASES if where == mesh}
     findings = trials.findings_in_turn(several)
-    assert {name: list(map(str, found)) for name, found in findings.items()} == {name: [] for name in several}
+    assert {name: list(map(str, each)) for name, each in findings.items()} == {name: [] for name in several}
 
 
 OPTIONS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
@@ -187,7 +187,7 @@ RARE = () if parts.ALL else ("adapters on a pipeline", "frozen trunk on a pipeli
 def test_every_oracle_holds_with(root: Path, name: str) -> None:
     family, mesh, changes = OPTIONS[name]
     findings = trials.findings_in_turn({mode: tried(root, family, mode, mesh, **changes) for mode in MODES})
-    assert {mode: list(map(str, found)) for mode, found in findings.items()} == {"head": [], "all": []}
+    assert {mode: list(map(str, each)) for mode, each in findings.items()} == {"head": [], "all": []}
 
 
 # --- what the trunk must not notice ---
@@ -209,7 +209,7 @@ def trained(
 
 
 def same_as_carried(source: Path, mesh: dict[str, int]) -> list[str]:
-    """What differs between a run that trains the head alone and one that carries it; to the bit."""
+    """Return what differs between a run that trains the head alone and one that carries it; to the bit."""
     without, beside = trained(source, mesh, "carried"), trained(source, mesh, "head")
     odd = ["losses"] * (without[0] != beside[0]) + ["load"] * (not torch.equal(without[2], beside[2]))
     return odd + [key for key in without[1] if not torch.equal(without[1][key], beside[1][key])]
@@ -391,7 +391,7 @@ def test_refused(tmp_path: Path, name: str) -> None:
 
 @worlds.world(1)
 def test_files_with_a_part_of_a_head_are_refused(root: Path, tmp_path: Path) -> None:
-    """What is missing must not be drawn beside what is there."""
+    """Refuse rather than draw the rest of a head."""
     from safetensors.torch import save_file
 
     source = tiny.with_mtp(tiny.directory(tmp_path / "m", "qwen3_5"))

@@ -200,9 +200,9 @@ def _parts(loader: Loader, parameters: Parameters, name: str, tensor: Tensor) ->
             return [(w2, (e, "w2"), one) for e, one in enumerate(tensor)]
         halves = zip(("w1", "w3"), tensor.chunk(2, -2), strict=True)
         return [(w13, (e, part), one) for part, half in halves for e, one in enumerate(half)]
-    if found := re.fullmatch(r"(\d+)\.(gate|up|down)_proj\.weight", expert):
-        part = {"gate": "w1", "up": "w3", "down": "w2"}[found[2]]
-        return [(w2 if part == "w2" else w13, (int(found[1]), part), tensor)]
+    if match := re.fullmatch(r"(\d+)\.(gate|up|down)_proj\.weight", expert):
+        part = {"gate": "w1", "up": "w3", "down": "w2"}[match[2]]
+        return [(w2 if part == "w2" else w13, (int(match[1]), part), tensor)]
     for part, whole, shard in loader.stacks:
         if part in name and (stacked := name.replace(part, whole)) in parameters:
             return [(stacked, shard, tensor)]

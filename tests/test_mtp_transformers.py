@@ -97,13 +97,13 @@ def test_the_head_of_transformers_computes_what_ours_does(tmp_path: Path, family
     source = tiny.with_mtp(tiny.directory(tmp_path / "m", family, **LAST_FULL), layout=layout)
     tokens = drawn_tokens(60)
     model, head = loaded(source)
-    theirs = their_logits(model, head, tokens)
+    peer = their_logits(model, head, tokens)
     ((ours, record),) = worlds.run(1, functools.partial(our_logits, source, tokens))
-    assert theirs.std() > 0.3
-    assert (theirs - ours).abs().max() < LIMIT
+    assert peer.std() > 0.3
+    assert (peer - ours).abs().max() < LIMIT
     labels = torch.tensor(tokens[2:])
-    assert record.mtp.loss == pytest.approx(F.cross_entropy(theirs[:-1], labels).item(), rel=1e-6)
-    assert record.mtp.acceptance == (theirs[:-1].argmax(-1) == labels).double().mean().item()
+    assert record.mtp.loss == pytest.approx(F.cross_entropy(peer[:-1], labels).item(), rel=1e-6)
+    assert record.mtp.acceptance == (peer[:-1].argmax(-1) == labels).double().mean().item()
     # RoPE sees differences alone, and states before the final norm are others.
     assert (their_logits(model, head, tokens, first=0) - ours).abs().max() < LIMIT
     assert (their_logits(model, head, tokens, normed=False) - ours).abs().max() > 100 * LIMIT
@@ -119,9 +119,7 @@ def test_transformers_has_no_head_of_residual_streams(tmp_path: Path) -> None:
 
 # --- drafts of a trained head ---
 
-TEXT = """The river bends twice before it meets the sea. At the first bend an old mill grinds corn for three villages,
-and at the second bend a ferry waits for whoever rings the bell. In winter the ferry sleeps, the mill stands still, and
-the river freezes from bank to bank."""
+TEXT = (Path(__file__).parents[1] / "examples" / "text" / "lighthouse.txt").read_text("utf-8")[:240]  # of the demo
 WORDS = [byte for byte in " ".join(TEXT.split()).encode() if byte < 131]
 PROMPT, NUM_NEW = WORDS[40:60], 60
 KINDS = {"full": (["full_attention"] * 3, 240), "hybrid": (LAST_FULL["layer_types"], 130)}  # layers and steps
@@ -157,7 +155,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Drafts:
-    """What transformers did as it generated a text with a head."""
+    """A record of what transformers did as it generated a text with a head."""
 
     text: list[int]
     logits: Tensor  # of the main model, from which each new token was taken

@@ -1,4 +1,4 @@
-"""What loading refuses of a blueprint, and what it says: of matrices that stay wide, and of MTP heads."""
+"""Refuse blueprints that cannot be loaded; log matrices that stay wide, and MTP heads that are new or go stale."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .decoder import Decoder, LanguageHead, Norm, Rope, Shape
 from .hf_config import Json, take
 from .linear import WideLinear
 
-PREFIX = "mtp."  # of the keys, which stand beside the text model in all families
+PREFIX = "mtp."  # of the keys, at the top level in all families
 # The layer of MTP is of full attention and has experts if any layer has, whatever the layers of the trunk are.
 _ONE_LAYER = {
     "num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1,
