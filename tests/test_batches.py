@@ -145,17 +145,6 @@ def of_rewards(*documents: list[list[int]], length: int | None = None, name: str
     return [mw.pack(some, length=length, fields={name: v}) for some, v in zip(documents, values, strict=True)]
 
 
-def _by_document(scores: Any, fields: Any) -> Tensor:
-    """The mean of a document, on each of its tokens: rewards number the documents."""
-    same = (fields["reward"][:, None] == fields["reward"]).to(scores["logprobs"].dtype)
-    return -(same @ scores["logprobs"]) / same.sum(1)
-
-
-def test_a_loss_of_whole_documents(source: Path) -> None:
-    result = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
-    assert result[0] > 0
-
-
 @pytest.mark.parametrize("name", ["weights", "loss_mask"])
 def test_an_unused_field(source: Path, name: str) -> None:
     batches = of_rewards(DOCUMENTS, name=name)

@@ -298,7 +298,7 @@ OF_ALL: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels too many": (WHOLE, dict(labels=[*WHOLE, [1]]), "labels: 4 lists for 3 documents"),
     "a field too many": (WHOLE, dict(fields={"a": [*WHOLE, [1]]}), r"fields\['a'\]: 4 lists for 3 documents"),
     "a mask too long": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1], [0, 1, 1]]), "document 2.*3 values for 2 tokens"),
-    "no length": (WHOLE, dict(length=None), "length=None must be a whole number"),
+    "no length": (WHOLE, dict(length=None), "either length=, .* or max_tokens="),
     "a length of no whole number": (WHOLE, dict(length=8.0), r"length=8\.0 must be a whole number"),
 }
 

@@ -24,15 +24,16 @@ def sample(words, seed=0):
     return logits, labels
 
 
-def check(kernels, words, entropy):
+def check(kernels, words, entropy, temperature=1.0):
+    kind = loss.Kind(entropy, temperature)
     logits, labels = sample(words)
-    exact = logits.double()
-    want = loss._stats(exact, labels, entropy, into_probs=False)
-    stats = kernels.token_stats(logits, labels, entropy)
+    exact = logits.mul_(temperature).double()
+    want = loss._stats(exact, labels, kind, into_probs=False)
+    stats = kernels.token_stats(logits, labels, *kind)
     assert_close(stats, want)
     d = rand(8, 3, seed=9, dtype=torch.float32, grad=False)
-    loss._overwrite_with_gradient(exact, want, d.double(), labels, entropy, are_probs=False)
-    kernels.overwrite_with_gradient(logits, want.float(), d, labels, entropy)
+    loss._overwrite_with_gradient(exact, want, d.double(), labels, kind, are_probs=False)
+    kernels.overwrite_with_gradient(logits, want.float(), d, labels, *kind)
     assert_close(logits[:7], exact[:7])
     assert_close(logits[7:], exact[7:], 1e-3)  # all near 1000, where a float32 has four digits behind the point
 
@@ -46,6 +47,12 @@ def check_all(kernels):
 @pytest.mark.parametrize("words", WORDS)
 def test_against_the_formula(words, entropy):
     check(kernels_of("logits"), words, entropy)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_at_a_temperature(temperature):
+    for entropy in (True, False):
+        check(kernels_of("logits"), 129, entropy, temperature)
 
 
 def test_strided_rows_and_gradients():
@@ -79,7 +86,7 @@ def test_what_is_not_finite_is_seen_as_by_the_formula(entropy):
     logits[3, 3] = -torch.inf
     logits[4, :BLOCK] = -torch.inf  # a whole block, and finite ones behind it
     logits[5] = -torch.inf
-    want = loss._stats(logits.clone(), labels, entropy, into_probs=False)
+    want = loss._stats(logits.clone(), labels, loss.Kind(entropy, 1.0), into_probs=False)
     got = kernels_of("logits").token_stats(logits, labels, entropy)
     if not entropy:  # the largest logit of a row that has no finite sum is never read
         for stats in (got, want):

@@ -100,7 +100,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ("frozen later", {}, lambda e: _switched(e, "head.weight", on=False),
         words("^StateError", r"head\.weight", "0 more", "requires_grad", "train= of mw")),
     ("a loss of whole documents", dict(tp=2), _ratio_of_answers,
-        words("^DataError", r"\bloss\b", "tp=2", r"mw\.logprobs", "tp=1")),
+        words("^DataError", r"\bloss\b", 'per="document"', r"mw\.logprobs")),
     ("a loss of nan", dict(fsdp=2), _no_number, words("^NonFiniteError", r"\bloss\b", "step 0", r"\bnan\b")),
 ]  # fmt: skip
 

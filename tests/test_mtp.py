@@ -17,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import parallel
 from meshwright.blueprint import Blueprint
+from meshwright.models import Want
 from meshwright.plan.step_time import flops_of
 from meshwright.recipe import Lora, MemoryOptions, Pipeline, Recipe
 from meshwright.sharding.stages import costs_of
@@ -60,7 +61,7 @@ def hidden_of(source: Path, batch: mw.Batch, streams: bool) -> Tensor:
     model = mw.load(source, dtype=torch.float64, head="none", train=[])
     kept: list[Tensor] = []
     hook = model.parts[0].head.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
-    (states,) = parallel.run_forward(model, [batch], "hidden", lambda _, scores: scores[0])
+    (states,) = parallel.run_forward(model, [batch], Want("hidden"), lambda _, scores: scores[0])
     hook.remove()
     return (kept[0] if streams else states).detach()
 
@@ -266,7 +267,7 @@ def _no_targets(source: Path, mesh: dict[str, int], sizes: Sequence[Sequence[int
     whole = [mw.pack([[7 + i % 90 for i in range(n)] for n in each], length=length) for each in sizes]
     own = whole[where.data_rank :: where.num_data_ranks]
     engine.backward(own)
-    record, grads = engine._pending().mtp_record, mw.gather(model, "grad")
+    record, grads = engine._pending().results.mtp, mw.gather(model, "grad")
     engine.update()
     assert all(w.isfinite().all() for w in mw.gather(model).values())
     return record, grads

@@ -62,7 +62,7 @@ def warned(at: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = mw.load(at, mw.Mesh(fsdp=2, device="cpu"), head="value", dtype=torch.float32)
-        mw.Engine(model, lr=1e-3, loss=lambda s, _: s["values"].view(tiny.LENGTH, -1).sum(1)).step(tiny.batches(0))
+        mw.Engine(model, lr=1e-3, loss=lambda s, _: s["values"].view(len(s["values"]), -1).sum(1)).step(tiny.batches(0))
     return [str(w.message) for w in caught]
 
 

@@ -51,6 +51,9 @@ class Batch:
     of token t. The last `num_filler` tokens are padding, a document that loss and counts ignore. `images` stay on the
     host: each rank takes those that it encodes. Images without frames belong to other ranks alone.
 
+    `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: which documents
+    belong together, such as the answers to one prompt; by default each is alone.
+
     Example of fields for a policy-gradient loss: `{"old_logprobs": ..., "advantages": ...}`, both `[T]` and both at the
     position that predicts the token they belong to. `mw.over_tokens` marks values that are stored at the token
     itself.
@@ -62,6 +65,8 @@ class Batch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     num_filler: int = 0
     images: Images | None = None
+    numbers: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what `pack` gets right and a hand-made batch may get wrong. It reads no tensor, so it never waits for a
@@ -85,8 +90,16 @@ class Batch:
                 f"num_filler={self.num_filler}, but the last document begins at {bounds[-2]} of {len(self)} tokens: "
                 "padding must be its own document; make batches with mw.pack(...)"
             )
-
         self._check_frames(bounds)
+        self._number_documents()
+
+    def _number_documents(self) -> None:
+        """Fill in the numbers and groups that were not given; refuse those of another number of documents."""
+        numbers = tuple(self.numbers) or tuple(range(self.num_documents))
+        for name, given in (("numbers", numbers), ("groups", tuple(self.groups) or numbers)):
+            if len(given) != self.num_documents:
+                raise DataError(f"{name} has {len(given)} entries for {counted(self.num_documents, 'document')}")
+            object.__setattr__(self, name, given)
 
     def _check_frames(self, bounds: tuple[int, ...]) -> None:
         """Check that every frame lies inside of one document."""
@@ -100,6 +113,11 @@ class Batch:
     def __len__(self) -> int:
         """Return the number of tokens, padding included."""
         return self.tokens.shape[0]
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents, without padding."""
+        return len(self.bounds) - 1 - (self.num_filler > 0)
 
     @cached_property
     def docs(self) -> Documents:
@@ -131,8 +149,9 @@ class Batch:
     def split(self, values: Tensor) -> list[Tensor]:
         """Split per-token values `[T, ...]` into a tensor for each document: the form that `pack(fields=)` takes.
 
-        >>> batch = pack([[5, 6, 7], [8, 9]], length=6)           # doctest: +SKIP >>> batch.split(mw.logprobs(model,
-        batch))                # doctest: +SKIP [tensor([-4.9, -5.1, 0.0]), tensor([-4.8, 0.0])]
+        >>> batch = pack([[5, 6, 7], [8, 9]], length=6)           # doctest: +SKIP
+        >>> batch.split(mw.logprobs(model, batch))                # doctest: +SKIP
+        [tensor([-4.9, -5.1, 0.0]), tensor([-4.8, 0.0])]
 
         Padding is not included.
         """
@@ -141,6 +160,17 @@ class Batch:
             shape = tuple(values.shape)
             raise DataError(f"split got the shape {shape} for a batch of {len(self)} tokens; give one row a token")
         return [values[a:b] for a, b in pairwise(self.bounds) if b <= len(self) - self.num_filler]
+
+    def join(self, values: Sequence[Any]) -> Tensor:
+        """Join values of each document, one a token, to `[T, ...]`, with 0 at padding: the inverse of `split`."""
+        parts = [torch.as_tensor(each) for each in values]
+        sizes = [b - a for a, b in pairwise(self.bounds)][: self.num_documents]
+        if [len(part) for part in parts] != sizes:
+            given = [len(part) for part in parts]
+            raise DataError(f"join got values of {given} tokens for documents of {sizes}; give what split returned")
+        if not parts:
+            return torch.zeros(len(self), device=self.tokens.device)
+        return torch.cat([*parts, parts[0].new_zeros(self.num_filler, *parts[0].shape[1:])])
 
     def with_fields(self, **fields: Any) -> Batch:
         """Return the batch with more fields, each `[T]`, such as the log-probabilities of a reference model."""
@@ -164,9 +194,9 @@ class Batch:
     def __repr__(self) -> str:
         fields = f", fields {', '.join(self.fields)}" if self.fields else ""
         frames = f", {counted(len(self.frames), 'frame')}" if self.frames else ""
-        num = len(self.bounds) - 1 - (self.num_filler > 0)
         return (
-            f"Batch({counted(num, 'document')}, {counted(len(self), 'token')} of which {self.num_filler} are padding, "
+            f"Batch({counted(self.num_documents, 'document')}, {counted(len(self), 'token')} of which "
+            f"{self.num_filler} are padding, "
             f"{counted(self.num_targets, 'target')}{fields}{frames})"
         )
 

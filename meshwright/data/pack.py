@@ -24,6 +24,7 @@ from .field_values import OverTokens, joined, to_terms
 from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
 from .pack_checks import (
     check_documents,
+    check_groups,
     check_lengths,
     check_mask,
     check_unlearnt,
@@ -42,6 +43,7 @@ def pack(
     placeholders: Sequence[int] = PLACEHOLDERS,
     length: int | None = None,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> Batch:
     """Pack documents in their order into one stream, padded to `length` with a document that loss and counts ignore.
 
@@ -49,7 +51,8 @@ def pack(
     of the same document, and nothing for its last one. `trained`: instead of labels, a mask over the tokens, as chat
     templates give it: token t is trained on where `trained[t]` is true. `fields`: per-token values, a list or tensor
     for each document; those at t belong to the term at t, which predicts token t+1. `over_tokens` marks labels or
-    values that are stored at the tokens they are about instead.
+    values that are stored at the tokens they are about instead. `groups`: for each document a number that it shares
+    with the documents that a loss sees with it, such as the answers to one prompt.
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
@@ -82,7 +85,7 @@ def pack(
         check_mask(mask_T)
         labels_T = labels_T.where(to_terms(mask_T, bounds) != 0, IGNORE)
     streams = {name: _stream(values, bounds, f"fields[{name!r}]") for name, values in (fields or {}).items()}
-    batch = Batch(tokens_T, labels_T, bounds, streams, images=packed_images)
+    batch = Batch(tokens_T, labels_T, bounds, streams, images=packed_images, groups=check_groups(groups, len(sizes)))
     # After packing, on the flat tensors: one pass instead of one for each document.
     check_unlearnt(batch, placeholder_ids)
     return batch if length is None else filled(batch, int(length))
@@ -148,6 +151,7 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     parts = [] if batch.images is None else [
         batch.images.within(span.start, span.stop, to) for span, to in zip(spans, bounds, strict=False)
     ]  # fmt: skip
+    numbered = max(numbers, default=0) < batch.num_documents  # padding, taken as a document, has no number
     return filled(
         Batch(
             tokens=pick(batch.tokens),
@@ -155,6 +159,8 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
             bounds=bounds,
             fields={name: pick(values) for name, values in batch.fields.items()},
             images=joined_images(parts),
+            numbers=tuple(batch.numbers[number] for number in numbers) if numbered else (),
+            groups=tuple(batch.groups[number] for number in numbers) if numbered else (),
         ),
         length,
     )
@@ -199,6 +205,8 @@ def filled(batch: Batch, length: int) -> Batch:
         fields={name: padded(values, 0) for name, values in batch.fields.items()},
         num_filler=num_padding,
         images=batch.images,
+        numbers=batch.numbers,
+        groups=batch.groups,
     )
 
 

@@ -47,6 +47,18 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
         raise DataError("documents must be a list of lists of tokens")
 
 
+def check_groups(groups: object, num: int) -> tuple[int, ...]:
+    """Return the group of each document; an empty tuple where each is alone."""
+    if groups is None:
+        return ()
+    listed = groups.tolist() if hasattr(groups, "tolist") else groups
+    if not isinstance(listed, Sequence) or not all(isinstance(group, int) for group in listed):
+        raise DataError(f"groups={groups!r:.80} must be a whole number for each document, such as [0, 0, 1, 1]")
+    if len(listed) != num:
+        raise DataError(f"groups has {len(listed)} numbers for {counted(num, 'document')}; give one for each")
+    return tuple(listed)
+
+
 def check_lengths(sizes: Sequence[int], length: object) -> None:
     """Check that there are documents, none is empty, and all fit into `length`.
 

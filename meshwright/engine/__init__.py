@@ -6,11 +6,12 @@
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from . import losses
 from .adapters import check_export_adapter, export_adapter
-from .batching import batches
+from .batching import batches, by_document
 from .checkpoint import Resumed, resume, save
 from .engine import Engine
 from .export import check_export, export, gather, stream
-from .inference import embeddings, logits, logprobs, sample
+from .inference import embeddings, logits, logprobs, sample, scores
+from .losses import Loss
 from .model import Model, init, load
 from .mtp import MtpRecord
 from .step_results import StepRecord

@@ -27,8 +27,10 @@ from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError, counted
 from ..log import logger
 from ..mesh import Mesh
+from .loss_documents import LossDocuments
 from .model import Model
-from .mtp import MtpData, MtpRecord, mtp_data
+from .mtp import MtpData, mtp_data
+from .step_results import Results
 from .validation import check_autocast, check_batches, check_inference_mode
 from .vision_sync import check_pictures, pictures_mask
 
@@ -114,9 +116,8 @@ class Step:
     num_batches: int
     pictures: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are
-    router_loss: float = 0.0  # known when backward is over
     mtp: MtpData = field(default_factory=MtpData)
-    mtp_record: MtpRecord | None = None  # known when backward is over
+    results: Results = field(default_factory=Results)  # known when backward is over
 
 
 _FIELDS = [each.name for each in fields(Data)]
@@ -259,18 +260,18 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
     return "the ranks differ in their settings"  # unreachable: equal texts have equal checksums
 
 
-def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
+def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token") -> Data:
     """Check this rank's batches and measure them. It reads values on the host, so it runs before they are copied to the
-    device."""
+    device. `per`: what a term of the loss is about, whose weight is the divisor.
+    """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     check_pictures(batches, model.blueprint.module.tower, words=want != "values")
     if want != "values":  # labels of a value head are classes, or mark the tokens that have a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
-    weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
     mtp = mtp_data(batches) if model.recipe.mtp != "carried" else MtpData()
     return Data(
-        weight=sum(float(w.double().sum()) for w in weights),
+        weight=sum(_weight(batch, per) for batch in batches),
         mtp_weight=mtp.weight,
         num_targets=sum(int(mask.sum()) for mask in masks),
         num_mtp_targets=mtp.num_targets,
@@ -281,6 +282,17 @@ def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
         checksum=checksum([stream for batch in batches for stream in _streams(batch)]),
         pictures=pictures_mask(batches),
     )
+
+
+def _weight(batch: Batch, per: str) -> float:
+    """Return the weight of the targets of a batch: of the tokens, or the number of documents or groups that have some.
+
+    A micro-batch counts as its targets: its loss is not divided.
+    """
+    is_target_T = batch.is_target_T
+    if per in ("document", "group"):
+        return float(LossDocuments.of(batch).has_target(per).sum())
+    return float(batch.fields.get(WEIGHT, is_target_T)[is_target_T].double().sum())
 
 
 def _streams(batch: Batch) -> list[Tensor]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from .. import parallel
 from ..checkpoint import SaveJob
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
+from ..errors import ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
-from ..models import WITH_MTP
+from ..models import Want
 from ..optim import AdamW, Clip, LocalOptimizer, Optimizer, WholeMatrices, squares
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
@@ -42,27 +42,21 @@ from .agreement import (
     warn_of_same_data,
     whole_step,
 )
+from .engine_state import state_of, take_state
 from .loss_terms import Terms
-from .losses import Loss, cross_entropy
+from .losses import Loss, LossFunction, cross_entropy
 from .model import Model
-from .mtp import MtpRecord, MtpTraining, unreached_embedding
-from .optimizer_state import (
-    COUNTERS,
-    StateDict,
-    check_same_keys,
-    check_same_scale,
-    planes_in_memory,
-    state_layout,
-    take_planes,
-)
+from .mtp import MtpTraining, unreached_embedding
+from .optimizer_state import StateDict, state_layout
 from .router import Router, refuse_pooled
-from .step_results import Results, StepRecord, loss_sum, norm_sum, norms_if_applied
+from .step_results import Results, StepRecord, loss_sum, norm_sum, norms_if_applied, results_of
 from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
     check_optimizer,
     check_tables,
+    check_temperature,
     check_trainable,
     check_trains,
     lr_of_step,
@@ -77,8 +71,12 @@ class Engine:
     >>> engine = Engine(model, lr=1e-5)                        # doctest: +SKIP
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
-    `entropy=True` also passes `scores["entropy"]` to the loss. `router_aux`: "pooled" or "previous", which
-    engine/router.py explains. `optimizer`: its options, such as `mw.AdamW(betas=(0.9, 0.99))`.
+    `loss`: a function of scores and fields, or `mw.Loss(function, per="document")`. `entropy=True` also passes
+    `scores["entropy"]` to it. `temperature` divides the logits first, as the sampler of the answers did. `router_aux`:
+    "pooled" or "previous", which engine/router.py explains. `optimizer`: its options, such as `mw.AdamW(betas=(0.9,
+    0.99))`. `on_nonfinite`: "raise", or "skip" to return a record whose `skipped` says why nothing was changed.
+
+    `lr`, `loss` and `temperature` may be assigned between steps, the same on all ranks.
 
     `step` is `backward` (after it gradients are reduced, and equal on all ranks that hold them) and `update` (norm,
     clipping, optimizer).
@@ -89,20 +87,23 @@ class Engine:
         model: Model,
         *,
         lr: float | Callable[[int], float],
-        loss: Loss = cross_entropy,
+        loss: Loss | LossFunction = cross_entropy,
         optimizer: Optimizer = AdamW(),
         max_norm: float | None = 1.0,
         router_aux: str = "pooled",
         entropy: bool = False,
+        temperature: float = 1.0,
+        on_nonfinite: str = "raise",
     ) -> None:
         check_is_model(model)
         check_inference_mode()
-        check_engine(lr, loss, entropy)
+        check_engine(lr, loss, entropy, temperature, on_nonfinite)
         check_optimizer(optimizer)
         check_tables(optimizer, model.table, model.trained)
         self.state_layout = state_layout(model, optimizer)
         refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
+        self.temperature, self.on_nonfinite = temperature, on_nonfinite
         self.steps = self.tokens = 0  # trained so far; tokens without padding
         self.saving: SaveJob | None = None  # the running `mw.save(..., wait=False)`
         self.want = "entropy" if entropy else model.blueprint.scores[0]
@@ -117,6 +118,7 @@ class Engine:
         by_rows = {p.name for p in model.table if p.by_rows}
         self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices, by_rows)
         self._terms, self.trained = Terms(model, self.want), model.trained
+        self._metrics_M = torch.zeros(0)  # of the micro-batch whose loss was computed last, before they are divided
         # The copy of the embedding on a last stage that only looks tokens up for a detached MTP head has no gradient of
         # its own. Zeros, summed with the first stage's, update both copies alike (Megatron-LM#4641).
         self._looked_up = unreached_embedding(model)
@@ -137,29 +139,52 @@ class Engine:
         """
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
+        results, skipped = list[Results](), ""
+        try:
+            self._step(batches, step, results)
+        except NonFiniteError as error:
+            if self.on_nonfinite == "raise" or not results:  # a loss may raise this error too
+                raise
+            skipped = str(error)
+        (result,) = results
+        expert_load = result.load if self.router.balance.num_layers else None
+        numbers = self.steps + bool(skipped), result.loss, result.norms[0], step.lr, step.num_targets, step.num_tokens
+        return StepRecord(*numbers, expert_load, result.router_loss, result.mtp, result.metrics, skipped)
+
+    def _step(self, batches: Sequence[Batch], step: Step, results: list[Results]) -> None:
+        """Take a step, and append its results; raise if they are not finite, before anything is changed."""
         with self._discards_on_error():
             with region("forward and backward"):
                 reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
-                results = [reduced, self._norms(grads), self.router.load_LE]
-            waited = functools.cache(lambda: self._waited(results))
-            self._apply(step, grads, lambda: norms_if_applied(reduced, results[1]), lambda: waited().norms)
-        loss, norms, load, router_loss, mtp = waited()
-        expert_load = load if self.router.balance.num_layers else None
-        sizes = step.num_targets, step.num_tokens
-        return StepRecord(self.steps, loss, norms[0], step.lr, *sizes, expert_load, router_loss, mtp)
+                on_device = [reduced, self._norms(grads), self.router.load_LE]
 
-    def _waited(self, results: Sequence[Tensor]) -> Results:
-        """Wait for loss shares, norm and expert load. Raise unless all are finite: then no parameter was changed."""
-        shares, norms, load = self.model.mesh.to_host(results)
+            waited = functools.cache(lambda: self._waited(on_device, results))
+            norms = lambda: norms_if_applied(reduced, on_device[1], self._num_metrics)  # noqa: E731 - short
+            self._apply(step, grads, norms, lambda: waited().norms)
+
+    def _waited(self, on_device: Sequence[Tensor], results: list[Results]) -> Results:
+        """Wait for loss shares, norm and expert load, and append them. Raise unless all are finite: then no parameter
+        was changed."""
+        shares, norms, load = self.model.mesh.to_host(on_device)
         try:
-            loss, router_loss, mtp = self._finite_loss(self._checked_shares(shares))
-            finite_norms = self._finite_norms(norms)
-            if mtp is not None and finite_norms[1:]:
-                mtp = replace(mtp, grad_norm=finite_norms[1])
-            return Results(loss, finite_norms, load, router_loss, mtp)
+            results.append(self._results(self._checked_shares(shares), norms.tolist(), load))
+            self._refuse_nonfinite(results[0].nonfinite(self.steps))
+            return results[0]
         except Exception:
             self.model.calls.half_updated = ""  # a fused update, queued before, has seen it too
             raise
+
+    def _results(self, shares: Sequence[float], norms: Sequence[float], load: Tensor) -> Results:
+        return results_of(shares, norms, load, self.mtp is not None, Loss.of(self.loss).metrics)
+
+    def _refuse_nonfinite(self, reason: str) -> None:
+        """Raise before any parameter changes. Results are equal on all ranks, so all raise or none."""
+        if reason:
+            raise NonFiniteError(f"{reason}; no parameter was changed")
+
+    @property
+    def _num_metrics(self) -> int:
+        return len(Loss.of(self.loss).metrics)
 
     @names_lost_ranks()
     def backward(self, batches: Sequence[Batch]) -> float:
@@ -168,9 +193,12 @@ class Engine:
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
         with self._discards_on_error():
-            loss, router_loss, mtp = self._finite_loss(self._reduced_shares(self._backward(batches, step)))
-        self.model.calls.pending = replace(step, router_loss=router_loss, mtp_record=mtp)
-        return loss
+            shares = self._reduced_shares(self._backward(batches, step))
+            results = self._results(shares, [], self.router.load_LE)
+            if self.on_nonfinite == "raise":
+                self._refuse_nonfinite(results.nonfinite(self.steps))
+        self.model.calls.pending = replace(step, results=results)
+        return results.loss
 
     def _backward(self, batches: Sequence[Batch], step: Step) -> Tensor:
         """Leave reduced gradients on the parameters. Return this rank's shares of the loss and of the router's aux
@@ -181,7 +209,8 @@ class Engine:
             # reads it from `Balance.slope_E`.
             aux, mtp = self.router.set_slope(step.num_tokens, step.num_batches), self.mtp
             if scores is None:  # a pipeline stage without the head
-                return None, torch.stack([torch.zeros_like(aux), aux, *([torch.zeros_like(aux)] * 2 if mtp else [])])
+                num_zeros = (2 if mtp else 0) + self._num_metrics
+                return None, torch.stack([torch.zeros_like(aux), aux, *[torch.zeros_like(aux)] * num_zeros])
             if mtp is not None:  # only here: another stage of this rank would count once more what backward recomputed
                 mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
             num = self._terms.num_scores
@@ -191,9 +220,9 @@ class Engine:
                 mtp_loss, reported = mtp.loss(batch, scores[num:], step.mtp)
                 loss, shares = loss + mtp_loss, torch.cat([shares, reported])
             check_trainable(loss)
-            return loss, shares
+            return loss, torch.cat([shares, self._metrics_M / step.weight])
 
-        local, want = self._local_batches(batches, step), self.want + (WITH_MTP if self.mtp is not None else "")
+        local, want = self._local_batches(batches, step), Want(self.want, self.mtp is not None, self.temperature)
         shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
@@ -207,11 +236,18 @@ class Engine:
 
     @names_lost_ranks()
     def update(self) -> float:
-        """Clip and apply the gradients that `backward` left. Return their norm before clipping."""
+        """Clip and apply the gradients that `backward` left. Return their norm before clipping.
+
+        With on_nonfinite="skip", a norm that is not finite says that nothing was changed.
+        """
         step, grads = self._pending(), self.model.grads()
         check_complete(grads, self.model.trainable)
-        with self._discards_on_error():
-            norms = self._finite_norms(self.model.mesh.to_host([self._norms(grads)])[0])
+        norms: list[float] = self.model.mesh.to_host([self._norms(grads)])[0].tolist()
+        if reason := replace(step.results, norms=norms).nonfinite(self.steps):
+            self.discard()
+            if self.on_nonfinite == "raise":
+                self._refuse_nonfinite(reason)
+            return math.nan if math.isfinite(norms[0]) else norms[0]
         on_device = lambda: torch.tensor(norms, dtype=torch.float64, device=self.model.mesh.device)  # noqa: E731 - short
         self._apply(step, grads, on_device, lambda: norms)
         return norms[0]
@@ -261,10 +297,11 @@ class Engine:
         """Return the loss over all data ranks, without the router's aux loss. Change nothing."""
         doing(f"evaluation before step {self.steps}")
         step = self._agree(EVALUATE, batches)
-        term = lambda batch, scores: self._share(batch, scores, step).double()  # noqa: E731 - one line reads better
+        term = lambda batch, scores: self._share(batch, scores, step).detach().double()  # noqa: E731 - short
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
         # A pipeline stage without the head has no terms: its share stays 0.
-        shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), self.want, term))
+        want = Want(self.want, temperature=self.temperature)
+        shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), want, term))
         return self._reduced_shares(shares)[0]
 
     def wait(self) -> None:
@@ -292,14 +329,7 @@ class Engine:
         Its tensors are live memory: loading into them changes the engine, and `load_state_dict` then reads the
         counters.
         """
-        check_ready(self.model, self.trained)
-        counters = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
-        counters |= {"router_load": self.router.trained_load.clone()}
-        if self.mtp is not None:
-            counters["mtp_router_load"] = self.mtp.router.trained_load.clone()
-        if (lora := self.model.recipe.lora) is not None:
-            counters["adapter_scale"] = torch.tensor(lora.scale, dtype=torch.float64)
-        return {**planes_in_memory(self.model, self.optimizer, self.state_layout), COUNTERS: counters}
+        return state_of(self)
 
     @names_lost_ranks()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -307,20 +337,7 @@ class Engine:
 
         Whole tensors of the same names and shapes are accepted too.
         """
-
-        def take() -> None:
-            own = self.state_dict()
-            check_same_keys(own, state)
-            counters = state[COUNTERS]
-            check_same_scale(self.model.recipe.lora, counters)
-            take_planes({name: own[name] for name in own if name != COUNTERS}, state)
-            self.steps = self.optimizer.steps = int(counters["step"])
-            self.tokens = int(counters["tokens"])
-            self.router.resume(counters["router_load"].tolist())
-            if self.mtp is not None:
-                self.mtp.router.resume(counters["mtp_router_load"].tolist())
-
-        self.model.mesh.together(take, "load_state_dict", CheckpointError, "the state dict was not loaded")
+        take_state(self, state)
 
     def discard(self) -> None:
         """Drop the gradients and the expert counts, also of a step that failed half-way. No collective."""
@@ -361,7 +378,8 @@ class Engine:
 
         The divisor is the weight of the whole step, so shares add up to the loss, and no reduction averages.
         """
-        return self._terms(self.loss, batch, scores).sum() / step.weight
+        terms, self._metrics_M = self._terms(Loss.of(self.loss), batch, scores)
+        return terms.sum() / step.weight
 
     def _reduced_shares(self, shares: Tensor) -> list[float]:
         """Return the loss shares summed over all ranks, on the host."""
@@ -372,14 +390,14 @@ class Engine:
         """All-reduce the loss shares, and the number of ranks on which the loss failed. The result stays on the
         device."""
         failed = shares.new_full((1,), float(self._terms.failure is not None))
-        return self.model.mesh.all_reduce_(torch.cat([shares, failed]), loss_sum(self.model.recipe))
+        return self.model.mesh.all_reduce_(torch.cat([failed, shares]), loss_sum(self.model.recipe))
 
     def _checked_shares(self, reduced: Tensor) -> list[float]:
         """Return the reduced shares. If the loss failed on any rank, raise on all ranks.
 
         All collectives of the step are over by now, so raising leaves no rank waiting.
         """
-        *shares, num_failed = reduced.tolist()
+        num_failed, *shares = reduced.tolist()
         if num_failed:
             failure, self._terms.failure = self._terms.failure, None
             self.model.mesh.all_or_none(failure, f"the loss of step {self.steps}")
@@ -393,31 +411,40 @@ class Engine:
     def _agree(self, call: str, batches: Sequence[Batch]) -> Step:
         """Compare settings and data between ranks, and return the step that they make together."""
 
+        loss = Loss.of(self.loss)
+
         def propose() -> Proposal:
             self.settle_saving()
+            check_temperature(self.temperature)
             if call == EVALUATE:
-                return Proposal(data_of(self.model, batches, self.want), settings=self._settings())
+                return Proposal(data_of(self.model, batches, self.want, loss.per), settings=self._settings())
             check_ready(self.model, self.trained)
             check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             options = self.optimizer.options
             settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
-            return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)
+            data = data_of(self.model, batches, self.want, loss.per)
+            return Proposal(data, lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None
         proposal, gathered = agree(self.model, call, propose)
         if not self.model.mesh.rank:
             warn_of_same_data(gathered, self.model.mesh.num_data_ranks)
         step = whole_step(proposal, gathered, self.model.mesh)
+        step = step if loss.normalise else replace(step, weight=1.0)
         runs = forced_tower_runs(self.model, step.num_batches) if call == STEP else 0
         return replace(step, pictures=step.pictures | runs, owner=self)
 
     def _settings(self) -> dict[str, object]:
         """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
-        loss = self.loss if inspect.isroutine(self.loss) else type(self.loss)
+        loss = Loss.of(self.loss)
+        function = loss.function if inspect.isroutine(loss.function) else type(loss.function)
         return {
             "the step": self.steps,
-            "the loss": loss.__qualname__,
+            "the loss": function.__qualname__,
+            "what the loss is of": (loss.per, loss.normalise, loss.metrics),
+            "temperature": self.temperature,
+            "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,
             "the score that the loss gets": self.want,
             "the optimizer's kernel (a warning says why a rank has none)": self._has_kernel,
@@ -441,23 +468,6 @@ class Engine:
             pending = "gradients of another engine" if step else "no gradients"
             raise StateError(f"update() of step {self.steps} has {pending}; call backward(batches) first")
         return step
-
-    def _finite_loss(self, shares: Sequence[float]) -> tuple[float, float, MtpRecord | None]:
-        """Return the loss, the router's aux loss in it, and what the MTP head reports, from reduced shares."""
-        term_loss, router_loss, *reported = shares
-        loss = self._finite(term_loss + router_loss, "loss")
-        mtp = MtpRecord(self._finite(reported[0], "loss of the MTP head"), reported[1]) if reported else None
-        return loss, router_loss, mtp
-
-    def _finite_norms(self, norms: Tensor) -> list[float]:
-        whats = ("gradient norm", "gradient norm of the MTP head")
-        return [self._finite(norm, what) for norm, what in zip(norms.tolist(), whats, strict=False)]
-
-    def _finite(self, number: float, what: str) -> float:
-        """Return the number, or raise before any parameter changes. It is equal on all ranks, so all raise or none."""
-        if not math.isfinite(number):
-            raise NonFiniteError(f"the {what} of step {self.steps} is {number}; no parameter was changed")
-        return number
 
     @contextlib.contextmanager
     def _discards_on_error(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Inference: log-probabilities, logits, embeddings and samples, by a forward without gradients.
+"""Inference: scores, log-probabilities, logits, embeddings and samples, by a forward without gradients.
 
 It runs on the training mesh with the training layout, so it suits evaluation and RL scoring. `sample` has no KV cache:
 each new token costs a forward over the whole sequence.
@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Collection, Sequence
 from hashlib import sha256
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -18,22 +19,63 @@ from .. import parallel
 from ..axes import DENSE, REPLICA, Sum
 from ..data import IGNORE, Batch, pack
 from ..errors import StateError
-from ..models import text_config
+from ..models import Want, text_config
 from ..watch import doing, names_lost_ranks
-from .agreement import Proposal, agree, check_same_data, data_of
+from .agreement import Proposal, agree, check_is_model, check_same_data, data_of
 from .model import Model
-from .validation import check_no_placeholders, check_prompts, check_top_p
+from .validation import check_no_placeholders, check_prompts, check_temperature, check_top_p
 from .vision_sync import sync_pictures
 
 SCORES = Sum("the scores of the last stage", ("pp",))
 
 
+@overload
+def scores(model: Model, batches: Batch, *, temperature: float = 1.0) -> dict[str, Tensor]: ...
+@overload
+def scores(model: Model, batches: Sequence[Batch], *, temperature: float = 1.0) -> list[dict[str, Tensor]]: ...
 @names_lost_ranks()
-def logprobs(model: Model, batch: Batch) -> Tensor:
-    """Return `[T]` log-probabilities of the labels of this data rank's tokens, 0 without a label. No gradients."""
-    own_T = score_without_grad(model, batch, "logprobs", "logprobs")
-    labels = batch.labels.to(own_T.device)
-    return model.mesh.gather_rows(own_T, ("cp", "tp")).masked_fill(labels == IGNORE, 0.0)
+def scores(
+    model: Model, batches: Batch | Sequence[Batch], *, temperature: float = 1.0
+) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+    """Return what a loss would get for this data rank's tokens, by name, `[T]` each. No gradients.
+
+    With head "lm": "logprobs" of the labels, and "entropy" of the prediction; both 0 where a token has no label. With
+    head "value": "values". Several batches of one length run as the micro-batches of one call, which fills a pipeline;
+    their result is a list. `temperature` divides the logits first, as samplers do.
+    """
+    check_is_model(model)
+    given, known = [batches] if isinstance(batches, Batch) else batches, model.blueprint.scores
+    names = known[:2] if "entropy" in known else known[:1]
+    all_scores = _whole_scores(model, given, Want(names[-1], temperature=temperature), "scores")
+    each = [
+        dict(zip(names, of_batch.unbind(-1) if len(names) > 1 else [of_batch], strict=True)) for of_batch in all_scores
+    ]
+    return each[0] if isinstance(batches, Batch) else each
+
+
+@overload
+def logprobs(model: Model, batches: Batch, *, temperature: float = 1.0) -> Tensor: ...
+@overload
+def logprobs(model: Model, batches: Sequence[Batch], *, temperature: float = 1.0) -> list[Tensor]: ...
+@names_lost_ranks()
+def logprobs(
+    model: Model, batches: Batch | Sequence[Batch], *, temperature: float = 1.0
+) -> Tensor | list[Tensor]:  # fmt: skip
+    """Return `[T]` log-probabilities of the labels of this data rank's tokens, 0 without a label. No gradients.
+
+    Of several batches, a list. `temperature` divides the logits first. `mw.scores` also returns the entropy.
+    """
+    given = [batches] if isinstance(batches, Batch) else batches
+    each = _whole_scores(model, given, Want("logprobs", temperature=temperature), "logprobs")
+    return each[0] if isinstance(batches, Batch) else each
+
+
+def _whole_scores(model: Model, batches: Sequence[Batch], want: Want, call: str) -> list[Tensor]:
+    """Return the scores of all tokens of each batch, 0 where a token has no label. -> `[T, ...]` each"""
+    own = score_without_grad(model, batches, want, call)
+    whole = [model.mesh.gather_rows(x, ("cp", "tp")) for x in own]
+    has_label = [batch.is_target_T.to(x.device) for batch, x in zip(batches, whole, strict=True)]
+    return [x.t().masked_fill(~mask_T, 0.0).t() for x, mask_T in zip(whole, has_label, strict=True)]
 
 
 @names_lost_ranks()
@@ -43,10 +85,11 @@ def logits(model: Model, batch: Batch) -> Tensor:
     With head "value": `[T]` values, or `[T, labels]` with several labels.
     """
     if "values" in model.blueprint.scores:
-        return model.mesh.gather_rows(score_without_grad(model, batch, "values", "logits"), ("cp", "tp"))
+        (values_T,) = score_without_grad(model, [batch], Want("values"), "logits")
+        return model.mesh.gather_rows(values_T, ("cp", "tp"))
     # The head all-gathers tokens over tp and splits the vocabulary. So tp joins columns, and cp joins rows.
-    logits_TV = gather_vocabulary(model, score_without_grad(model, batch, "logits", "logits"))
-    return model.mesh.gather_rows(logits_TV, ("cp",))
+    (local_TV,) = score_without_grad(model, [batch], Want("logits"), "logits")
+    return model.mesh.gather_rows(gather_vocabulary(model, local_TV), ("cp",))
 
 
 @names_lost_ranks()
@@ -55,7 +98,8 @@ def embeddings(model: Model, batch: Batch) -> Tensor:
 
     For models with `head="none"`, such as Qwen3-Embedding. They are not normalised. No gradients; padding has none.
     """
-    states_TD = model.mesh.gather_rows(score_without_grad(model, batch, "hidden", "embeddings"), ("cp", "tp"))
+    (own_TD,) = score_without_grad(model, [batch], Want("hidden"), "embeddings")
+    states_TD = model.mesh.gather_rows(own_TD, ("cp", "tp"))
     last = [end - 1 for end in batch.bounds[1:] if end <= len(batch) - batch.num_filler]
     return states_TD[last]
 
@@ -70,24 +114,28 @@ def gather_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
     return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()
 
 
-def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tensor:
-    """Return the scores of this rank's tokens. Logits: of the tokens of its tp group, for its slice of the vocabulary.
+def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call: str) -> list[Tensor]:
+    """Return the scores of this rank's tokens of each batch: `[T]`, or `[T, 2]` for log-probabilities and entropy.
+    Logits: of the tokens of its tp group, for its slice of the vocabulary.
 
     Only the ranks of one replica must call it together: other replicas may call it at other times, or not at all.
     """
 
     def propose() -> Proposal:
-        if want not in model.blueprint.scores:
-            known = ", ".join(model.blueprint.scores)
-            raise StateError(f"the head of this model computes {known}, not {want}; choose another head= of mw.load")
-        return Proposal(data_of(model, [batch], want))
+        if want.score not in model.blueprint.scores:
+            known, score = ", ".join(model.blueprint.scores), want.score
+            raise StateError(f"the head of this model computes {known}, not {score}; choose another head= of mw.load")
+        check_temperature(want.temperature)
+        return Proposal(data_of(model, batches, want.score), settings={"temperature": want.temperature})
 
     _, gathered = agree(model, call, propose, REPLICA)
     check_same_data(gathered, model.mesh, REPLICA)
-    (synced,) = sync_pictures([batch], gathered.pictures, model.blueprint.module.tower)
-    local = synced.to(model.mesh.device)
-    results = parallel.run_forward(model, [local], want, lambda _batch, scores: scores[0])
-    return _from_last_stage(model, results, _scores_shape(model, len(batch), want))
+    synced = sync_pictures(batches, gathered.pictures, model.blueprint.module.tower)
+    local = [batch.to(model.mesh.device) for batch in synced]
+    both = lambda _batch, scores: scores[0] if len(scores) == 1 else torch.stack(scores, -1)  # noqa: E731 - short
+    results = parallel.run_forward(model, local, want, both)
+    shape = _scores_shape(model, len(local[0]), want.score)
+    return list(_from_last_stage(model, results, (len(local), *shape)))
 
 
 def _scores_shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
@@ -96,7 +144,7 @@ def _scores_shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
     if want == "logits":
         return num_tokens // axes.cp, vocab_slice_size(model)
     shape = model.blueprint.module.shape
-    columns = shape.width if want == "hidden" else shape.labels.num if want == "values" else 1
+    columns = {"hidden": shape.width, "values": shape.labels.num, "entropy": 2}.get(want, 1)
     return (num_tokens // (axes.cp * axes.tp), *((columns,) if columns > 1 else ()))
 
 
@@ -109,9 +157,15 @@ def vocab_slice_size(model: Model) -> int:
 
 
 def _from_last_stage(model: Model, results: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Return the scores of the last pipeline stage on all stages: an all-reduce in which the others add zeros."""
+    """Return the scores of the last pipeline stage on all stages: an all-reduce in which the others add zeros.
+
+    -> `[batches, T, ...]`
+    """
     wide = torch.promote_types(model.dtype, torch.float32)
-    scores = results[0].to(wide) if results else torch.zeros(shape, dtype=wide, device=model.mesh.device)
+    if not results:
+        scores = torch.zeros(shape, dtype=wide, device=model.mesh.device)
+    else:  # one batch is not copied: logits are large
+        scores = (results[0][None] if len(results) == 1 else torch.stack(results)).to(wide)
     return model.mesh.all_reduce_(scores, SCORES)
 
 
@@ -183,7 +237,7 @@ def _pack_sequences(
 def _next_logits(model: Model, batch: Batch) -> Tensor:
     """Return `[P, V]` logits of the tokens with a label, one per prompt, on all ranks."""
     local, mesh = batch.to(model.mesh.device), model.mesh
-    results = parallel.run_forward(model, [local], "target_logits", lambda _batch, scores: scores[0])
+    results = parallel.run_forward(model, [local], Want("target_logits"), lambda _batch, scores: scores[0])
     row_P, share = local.is_target_T.nonzero().flatten(), len(batch) // mesh.axes.cp
     wide = torch.promote_types(model.dtype, torch.float32)
     local_PV = torch.zeros(len(row_P), vocab_slice_size(model), dtype=wide, device=mesh.device)

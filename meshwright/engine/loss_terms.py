@@ -1,27 +1,33 @@
-"""The terms of a user's loss: its inputs, the checks of its result, and the weights of its terms.
+"""The terms of a loss in a step: the weights of its terms, and the gradient of a loss over whole documents.
 
-A loss gets this rank's tokens only. It returns one term per token and never averages, so the engine can divide by the
-weight of the whole step, and the result does not depend on how tokens are spread over ranks and micro-batches.
+A loss per token gets this rank's tokens only. It returns one term per token and never averages, so the engine can
+divide by the weight of the whole step, and the result does not depend on how tokens are spread over ranks and
+micro-batches.
+
+A loss per document, group or micro-batch gets the scores of the whole micro-batch. They are all-gathered over cp x tp,
+and every rank runs the loss on them and differentiates it for them, as leaves. It sends its own part of that gradient
+(the cotangents) back through its own forward. That is the chain rule, so it is exact for any loss, and one all-gather
+of a few numbers a token is all that travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Mapping, ValuesView
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..data import WEIGHT, Batch
-from ..errors import DataError
-from ..ops import upcast
 from ..parallel import Scores
+from .loss_call import call_loss, perturbed
+from .loss_documents import LossDocuments
 from .losses import Loss
 from .model import Model
-from .validation import check_by_token, check_differentiable, check_read, check_terms
+from .validation import check_apart, check_by_token, check_differentiable, check_read
 
 
 class Terms:
-    """Computes the weighted term of each of this rank's tokens. Each token of a data rank belongs to one rank.
+    """Computes what this rank adds to a loss and its metrics. Each token of a data rank belongs to one rank.
 
     A user's loss may fail on one rank only, while the others enter collectives that need this rank. So this rank goes
     on to the end of the step with terms of zero. Then the all-reduce of the loss carries the failure to all ranks.
@@ -31,21 +37,31 @@ class Terms:
         self.model, self.want = model, want
         self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
         self.num_scores = len(self._names)
-        self._checked_loss: Loss | None = None  # the last loss whose fields and terms were checked
+        self._checked: object = None  # the last function whose fields and terms were checked
         self.failure: Exception | None = None
 
-    def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> Tensor:
+    def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return a tensor that sums to this rank's part of the loss of a micro-batch, and its part of each metric
+        `[M]`, before they are divided."""
+        # Outside of the handling of failures: a rank whose loss has failed must still meet the others.
+        whole = None if loss.per == "token" else self._gather(scores)
         if self.failure is None:
             try:
-                terms_T = self._weighted(loss, batch, scores)
-                check_differentiable(terms_T, scores)
-                return terms_T
+                if whole is None:
+                    return self._of_tokens(loss, batch, scores)
+                return self._of_documents(loss, batch, scores, whole)
             except Exception as error:  # noqa: BLE001 - any error of user code; the engine raises it on all ranks
                 self.failure = error
-        # Zero, but connected to the scores: backward must reach every parameter, or FSDP's collectives are missing.
-        return torch.stack([x.sum() for x in scores]) * 0.0
+        return self._nothing(loss, scores)
 
-    def _weighted(self, loss: Loss, batch: Batch, scores: Scores) -> Tensor:
+    @staticmethod
+    def _nothing(loss: Loss, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return zeros, but connected to the scores: backward must reach every parameter, or FSDP's collectives are
+        missing."""
+        zeros = torch.stack([x.sum() for x in scores]) * 0.0
+        return zeros, zeros.new_zeros(len(loss.metrics), dtype=torch.float64)
+
+    def _of_tokens(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
         """Run the loss on this rank's tokens; return its terms times the field `weight`, and 0 without a label."""
         lo, hi = self.model.mesh.token_range(len(batch))
         has_term_T = batch.is_target_T[lo:hi]
@@ -54,81 +70,92 @@ class Terms:
         # gradient would be 0 * inf = NaN. So scores without a label are detached.
         masked = (torch.where(has_term_T, x.t(), x.detach().t()).t() for x in scores)
         inputs = dict(zip(self._names, masked, strict=True))
-        terms_T, names_read = self._run_loss(loss, inputs, fields)
-        if self._checked_loss is not loss:
+        terms_T, metrics_MT, names_read = call_loss(self.model, loss, inputs, fields)
+        if self._checked is not loss.function:
             check_read({*fields} - names_read)
-            if self.model.mesh.size_of(("cp", "tp")) > 1:
-                self._check_on_parts(loss, inputs, fields, has_term_T)
-            self._checked_loss = loss
+            self._check_by_token(loss, inputs, fields, has_term_T)
+            self._checked = loss.function
         if WEIGHT in fields:
-            terms_T = terms_T * fields[WEIGHT]
-        return terms_T.masked_fill(~has_term_T, 0.0)
-
-    def _run_loss(
-        self, loss: Loss, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor]
-    ) -> tuple[Tensor, set[str]]:
-        """Run the loss; return its terms and the names of the fields that it read. It may write into its fields, so it
-        gets copies."""
-        names = (sorted(scores), sorted(fields))
-        copies = NamedTensors({name: value.clone() for name, value in fields.items()}, names)
-        self.model.calls.in_loss = True  # `agree` refuses calls on the model meanwhile
-        try:
-            terms = loss(NamedTensors(scores, names), copies)
-        finally:
-            self.model.calls.in_loss = False
-        check_terms(terms, len(next(iter(scores.values()))))
-        return upcast(terms), copies.names_read
+            terms_T, metrics_MT = terms_T * fields[WEIGHT], metrics_MT * fields[WEIGHT]
+        check_differentiable(terms_T, scores)
+        metrics_M = metrics_MT.masked_fill(~has_term_T, 0.0).double().sum(1)
+        return terms_T.masked_fill(~has_term_T, 0.0), metrics_M
 
     @torch.no_grad()
-    def _check_on_parts(
+    def _check_by_token(
         self, loss: Loss, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor], has_term_T: Tensor
     ) -> None:
-        """Check that a term does not depend on the tokens of other ranks, by running the loss on parts of the tokens.
+        """Check that a term does not depend on other tokens, by running the loss on parts of the tokens.
 
-        It runs once per loss. A mean over the sequence or a per-document advantage inside the loss would be wrong under
-        tp and cp without an error. Scores are perturbed: in the first step of RL every probability ratio is 1, and any
-        mean of ones would pass.
+        It runs once per loss. A mean over the sequence or a ratio of a whole answer inside the loss would be wrong
+        under tp and cp without an error, and elsewhere would depend on how documents are packed.
         """
-        host = self.model.mesh.host
-        draw = torch.rand(len(has_term_T), generator=torch.Generator(host).manual_seed(0), device=host)
-        perturbed = {name: (x.t() - 0.1 * draw.to(x)).t() for name, x in scores.items()}
+        other = perturbed(self.model, scores)
 
         def terms_of_rows(rows: slice) -> Tensor:
             part = {name: x[rows] for name, x in fields.items()}
-            return self._run_loss(loss, {name: x[rows].clone() for name, x in perturbed.items()}, part)[0]
+            return call_loss(self.model, loss, {name: x[rows].clone() for name, x in other.items()}, part).terms
 
-        hint = (
-            f"on {self.model.mesh.axes} a rank has only part of a document. Compute values of a whole document before "
-            "the step (mw.logprobs) and pass them as a field, or choose tp=1 and cp=1"
-        )
-        check_by_token(terms_of_rows, len(has_term_T), has_term_T, hint)
+        check_by_token(terms_of_rows, has_term_T)
 
+    @torch.no_grad()
+    def _gather(self, scores: Scores) -> list[Tensor]:
+        """All-gather the scores of all tokens of a micro-batch over cp and tp."""
+        at = "the scores for a loss of whole documents"
+        return [self.model.mesh.gather_rows(x.detach().contiguous(), ("cp", "tp"), at) for x in scores]
 
-class NamedTensors(dict[str, Tensor]):
-    """The scores or fields that a loss gets: a dict that records which names are read."""
+    def _of_documents(
+        self, loss: Loss, batch: Batch, scores: Scores, whole: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run the loss on the whole micro-batch. Return a number with the gradient of the loss for own scores.
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: tuple[list[str], list[str]]) -> None:
-        super().__init__(tensors)
-        self._names, self.names_read = names, set[str]()
+        The value of the loss and its metrics count on one rank of cp x tp, and are 0 on the others.
+        """
+        docs, mesh = LossDocuments.of(batch), self.model.mesh
+        if not docs.num:  # padding alone, on a data rank without documents
+            return self._nothing(loss, scores)
+        has_grad = scores[0].requires_grad and torch.is_grad_enabled()
+        leaves = [x.t().masked_fill(~batch.is_target_T, 0.0).t().requires_grad_(has_grad) for x in whole]
+        fields, inputs = {"labels": batch.labels, **batch.fields}, dict(zip(self._names, leaves, strict=True))
+        terms, metrics, names_read = call_loss(self.model, loss, inputs, fields, docs)
+        if self._checked is not loss.function:
+            check_read({*fields} - names_read, per=loss.per)
+            # A micro-batch of one document shows nothing about several.
+            self._checked = loss.function if self._check_apart(loss, inputs, fields, docs) else self._checked
+        has_target = docs.has_target(loss.per)
+        counts_here = float(not mesh.coords["cp"] and not mesh.coords["tp"])
+        total = terms.masked_fill(~has_target, 0.0).sum()
+        masked = metrics.masked_fill(~has_target, 0.0).double() * counts_here
+        metrics_M = masked.sum(1) if masked.dim() > 1 else masked
+        if not has_grad:
+            return total * counts_here, metrics_M
+        check_differentiable(total, leaves)
+        return self._with_gradient(total.detach() * counts_here, total, leaves, scores, batch), metrics_M
 
-    def __getitem__(self, key: str) -> Tensor:
-        self.names_read.add(key)
-        return super().__getitem__(key)
+    def _with_gradient(
+        self, value: Tensor, total: Tensor, leaves: Sequence[Tensor], scores: Scores, batch: Batch
+    ) -> Tensor:  # fmt: skip
+        """Return `value`, with the gradient of `total` for the scores of this rank's tokens."""
+        lo, hi = self.model.mesh.token_range(len(batch))
+        # A loss may read log-probabilities and no entropy. Materialised zeros keep every score connected.
+        cotangents = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        surrogate = torch.stack([(x * c[lo:hi]).sum() for x, c in zip(scores, cotangents, strict=True)]).sum()
+        return surrogate + (value - surrogate).detach()
 
-    def get(self, key: str, default: object = None) -> object:  # type: ignore[override] # dict's are overloads
-        self.names_read.add(key)
-        return super().get(key, default)
+    @torch.no_grad()
+    def _check_apart(
+        self, loss: Loss, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor], docs: LossDocuments
+    ) -> bool:
+        """Check that the term of a document, or of a group, does not depend on the others in its micro-batch. Return
+        whether that could be checked."""
+        num, other = docs.num_terms(loss.per), perturbed(self.model, scores)
+        if loss.per == "micro_batch" or num < 2:
+            return loss.per == "micro_batch"
 
-    def items(self) -> ItemsView[str, Tensor]:  # type: ignore[override] # a view of dict's own kind
-        self.names_read.update(self)
-        return super().items()
+        def terms_of(numbers: Sequence[int]) -> Tensor:
+            rows, part = docs.part(loss.per, numbers)
+            inputs, of_rows = ({name: x[rows] for name, x in each.items()} for each in (other, fields))
+            return call_loss(self.model, loss, inputs, of_rows, part).terms
 
-    def values(self) -> ValuesView[Tensor]:  # type: ignore[override]
-        self.names_read.update(self)
-        return super().values()
-
-    def __missing__(self, key: str) -> Tensor:
-        raise DataError(
-            f"the loss reads {key!r}, but it gets the scores {self._names[0]} (entropy with Engine(entropy=True)) "
-            f"and the fields {self._names[1]} (add more with pack(..., fields=))"
-        )
+        check_apart(terms_of, docs.has_target(loss.per), loss.per)
+        return True

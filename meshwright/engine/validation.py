@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +20,10 @@ from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
 from ..optim import Optimizer, within
 from ..sharding import Table
+from .losses import Loss
 
 READ = ("rank", "node")
+ON_NONFINITE = ("raise", "skip")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
 _SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 1) / 100)"
 _PADDING_FIELDS = ("attention_mask", "padding_mask")  # packed documents need none
@@ -82,11 +84,14 @@ def check_autocast(device: str) -> None:
         )
 
 
-def check_engine(lr: object, loss: object, entropy: object) -> None:
+def check_engine(lr: object, loss: object, entropy: object, temperature: object, on_nonfinite: object) -> None:
     """Refuse arguments of `Engine` of the wrong type or range. A schedule is checked in each step, by `lr_of_step`."""
+    check_temperature(temperature)
+    if on_nonfinite not in ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r:.80} is unknown; choose from {', '.join(ON_NONFINITE)}")
     if not callable(lr) and not within(lr, 0):
         raise ConfigError(f"lr={lr!r:.80} must be a number of 0 or more, or {_SCHEDULE}")
-    if not callable(loss):
+    if not callable(loss) and not isinstance(loss, Loss):
         raise ConfigError(f"loss={loss!r} must be a function of scores and fields, such as mw.losses.cross_entropy")
     if not isinstance(entropy, bool):
         raise ConfigError(f"entropy={entropy!r} must be True or False")
@@ -198,6 +203,14 @@ def check_no_placeholders(prompts: Sequence[Sequence[int]], places: Sequence[int
             )
 
 
+def check_temperature(temperature: object) -> None:
+    """Refuse a temperature that logits cannot be divided by."""
+    if not within(temperature, 0) or not temperature:
+        raise ConfigError(
+            f"temperature={temperature!r:.80} must be a number above 0, that of the samples; 1 by default"
+        )
+
+
 def check_top_p(top_p: object) -> None:
     """Refuse a `top_p` that is not a probability above 0."""
     if top_p is not None and (not within(top_p, 0) or not 0 < top_p <= 1):  # type: ignore[operator] # `within` has looked
@@ -206,13 +219,28 @@ def check_top_p(top_p: object) -> None:
         )
 
 
-def check_terms(terms: object, num_tokens: int) -> None:
-    """Refuse the result of a user's loss unless it is one floating point number per token, and no mean of them."""
-    if not isinstance(terms, Tensor) or terms.shape != (num_tokens,):
+def check_terms(terms: object, shape: tuple[int, ...], per: str) -> None:
+    """Refuse the result of a user's loss unless it is one floating point number for each of what it is about."""
+    if not isinstance(terms, Tensor) or terms.shape != shape:
         result = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
-        raise DataError(f"the loss returned {result} for {(num_tokens,)} tokens; it must return one term per token")
+        hint = ' (for a loss of whole documents: mw.Loss(..., per="document"))' if per == "token" else ""
+        raise DataError(f"the loss returned {result} for {shape} {per}s; it must return one term per {per}{hint}")
     if not terms.is_floating_point():
         raise DataError(f"the loss returned {terms.dtype}; its terms must be floating point numbers")
+
+
+def check_metrics(metrics: object, names: Sequence[str], terms: Tensor) -> None:
+    """Refuse metrics of a loss with other names than it declared, or of another shape than its terms."""
+    if not isinstance(metrics, Mapping) or {*metrics} != {*names}:
+        returned = sorted(metrics) if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise DataError(
+            f"the loss returned the metrics {returned}, and metrics={(*names,)} names others; return (terms, "
+            "{name: values}) with exactly these names"
+        )
+    for name, values in metrics.items():
+        if not isinstance(values, Tensor) or values.shape != terms.shape:
+            result = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise DataError(f"the metric {name!r} of the loss has shape {result}, and its terms {tuple(terms.shape)}")
 
 
 _UNTRAINED = (
@@ -255,7 +283,7 @@ def check_complete(grads: Container[str], trainable: Sequence[str]) -> None:
         )
 
 
-def check_read(fields: set[str]) -> None:
+def check_read(fields: set[str], per: str = "token") -> None:
     """Refuse an unread field whose name says that it should mask or weigh the terms.
 
     Other libraries read such fields. Ignoring one would train on padding, or with weights of 1, without an error.
@@ -265,6 +293,11 @@ def check_read(fields: set[str]) -> None:
             f"the field {name!r} is not read: documents are packed without padding, and padding inside a document "
             "would be trained on; cut it off and leave the field out"
         )
+    if per != "token" and WEIGHT in fields:
+        raise DataError(
+            f"the field {WEIGHT!r} is not read: it weighs the terms of a loss per token, and this one is per {per}; "
+            "read it in the loss, or leave it out"
+        )
     for name in sorted(fields & {*_WEIGHT_SYNONYMS}):
         raise DataError(
             f"the field {name!r} is not read: the loss does not use it, and the field that weighs the terms is "
@@ -272,18 +305,48 @@ def check_read(fields: set[str]) -> None:
         )
 
 
-def check_by_token(loss: Callable[[slice], Tensor], num_tokens: int, has_term_T: Tensor, hint: str) -> None:
-    """Refuse a loss whose terms change if it runs on half of the tokens, because a rank may have part of a document.
+def check_by_token(loss: Callable[[slice], Tensor], has_term_T: Tensor) -> None:
+    """Refuse a loss whose terms change if it runs on every second token alone: a rank may have part of a document.
 
-    `loss` returns the terms of a slice of tokens. The tolerance allows for other kernels on other shapes.
+    `loss` returns the terms of a slice of tokens.
     """
-    half = num_tokens // 2
-    whole_T = loss(slice(None))
+    hint = (
+        'a rank may have only a part of a document. Give mw.Loss(..., per="document"), whose function gets whole '
+        "documents on any mesh; or compute values of a document before the step (mw.logprobs) and pass them as a field"
+    )
+    if len(has_term_T) < 2:
+        return
+    whole_T, parts_T = loss(slice(None)), torch.empty_like(has_term_T, dtype=torch.float64)
     try:
-        both_T = torch.cat([loss(slice(0, half)), loss(slice(half, None))])
+        for rows in (slice(0, None, 2), slice(1, None, 2)):
+            parts_T[rows] = loss(rows).double()
     except Exception as error:
         raise DataError(f"the loss fails on a part of its tokens ({error}); {hint}") from error
     # Positions without a term are ignored: their scores may be anything.
-    same_T = torch.isclose(both_T, whole_T, rtol=1e-4, atol=1e-5, equal_nan=True)
-    if not (same_T | ~has_term_T).all():
+    if not (_is_same(parts_T, whole_T) | ~has_term_T).all():
         raise DataError(f"the loss of a token depends on other tokens; {hint}")
+
+
+def check_apart(loss: Callable[[Sequence[int]], Tensor], has_target: Tensor, per: str) -> None:
+    """Refuse a loss whose terms change if it runs on a part of the documents or groups of a micro-batch: its value
+    would depend on how documents are packed.
+
+    `loss` returns the terms of some of them.
+    """
+    num, hint = len(has_target), (
+        "what belongs together is a group: give mw.batches(groups=) and per=\"group\", or per=\"micro_batch\" for a "
+        "loss that you divide yourself"
+    )  # fmt: skip
+    whole, parts = loss(range(num)), torch.empty_like(has_target, dtype=torch.float64)
+    try:
+        for first in (0, 1):
+            parts[first::2] = loss(range(first, num, 2)).double()
+    except Exception as error:
+        raise DataError(f"the loss fails on a part of its {per}s ({error}); {hint}") from error
+    if not (_is_same(parts, whole) | ~has_target).all():
+        raise DataError(f"the loss of a {per} depends on other {per}s of its micro-batch; {hint}")
+
+
+def _is_same(parts: Tensor, whole: Tensor) -> Tensor:
+    """Compare terms with a tolerance for other kernels on other shapes."""
+    return torch.isclose(parts, whole.double(), rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..axes import Axes
-from ..models import WITH_MTP, Decoder, Quantisable
+from ..models import Decoder, Quantisable, Want
 from ..models.decoder import Embedding
 from ..ops.codings import Coding, in_memory
 from ..parallel import context, expert, lookup, recompute, tensor
@@ -173,7 +173,7 @@ def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = N
     for balance in (model.balance, *([] if model.mtp is None else [model.mtp.balance])):
         balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
         balance.slope_E = torch.zeros(balance.num_experts, device="meta")
-    want = model.scores[0] + (WITH_MTP if model.mtp is not None else "")
+    want = Want(model.scores[0], mtp=model.mtp is not None)
     score, *mtp = model(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), want, x_TD)
     return score + mtp[0] if mtp else score
 

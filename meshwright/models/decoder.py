@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,15 @@ if TYPE_CHECKING:
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
-WITH_MTP = "+mtp"  # what `want` ends with where the MTP head runs too: in training
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as in transformers' classifiers
+
+
+class Want(NamedTuple):
+    """What a forward computes: one of the `scores` of the head."""
+
+    score: str
+    mtp: bool = False  # the MTP head runs too: in training
+    temperature: float = 1.0  # of "logprobs" and "entropy"; the MTP head, which drafts, stays at 1
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class LanguageHead(nn.Module):
         self.mtp: MtpHead | None = None
 
     def forward(
-        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+        self, x_TD: Tensor, labels_T: Tensor, want: Want, tied_VD: Tensor | None, predict: Predict | None = None
     ) -> tuple[Tensor, ...]:
         """Return scores, and with `predict` those of the MTP head: log-probabilities, and whether each label is the
         likeliest word."""
@@ -172,21 +179,24 @@ class LanguageHead(nn.Module):
         stats_NT3 = self.stats(z_TD, next_labels_T, weight_VD.detach() if detached else weight_VD)
         return (*scores, ops.combine_stats(stats_NT3)[0], ops.is_likeliest(stats_NT3))
 
-    def score(self, x_TD: Tensor, labels_T: Tensor, want: str, weight_VD: Tensor) -> tuple[Tensor, ...]:
+    def score(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return what `want` names, from what the final norm returns."""
-        if want in ("logprobs", "entropy"):
-            logprobs_T, entropy_T = ops.combine_stats(self.stats(x_TD, labels_T, weight_VD, entropy=want == "entropy"))
-            return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
+        if want.score in ("logprobs", "entropy"):
+            entropy = want.score == "entropy"
+            logprobs_T, entropy_T = ops.combine_stats(self.stats(x_TD, labels_T, weight_VD, entropy, want.temperature))
+            return (logprobs_T, entropy_T) if entropy else (logprobs_T,)
         x_TD = self.enter(x_TD)
-        if want == "target_logits":  # before the product: a row is as wide as the vocabulary
+        if want.score == "target_logits":  # before the product: a row is as wide as the vocabulary
             x_TD = x_TD[labels_T >= 0]
         return (ops.upcast(ops.linear(x_TD, weight_VD)),)
 
-    def stats(self, x_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, entropy: bool = False) -> Tensor:
+    def stats(
+        self, x_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, entropy: bool = False, temperature: float = 1.0
+    ) -> Tensor:  # fmt: skip
         """Return three numbers for each own token and slice of the vocabulary. -> stats_NT3"""
         # Labels are shifted into this rank's slice of the vocabulary; those of other slices become out of range.
         labels_T, own_tokens = labels_T - self.vocab.start, len(x_TD)
-        stats_T3 = ops.token_stats(self.enter(x_TD), weight_VD, labels_T, entropy=entropy)
+        stats_T3 = ops.token_stats(self.enter(x_TD), weight_VD, labels_T, entropy=entropy, temperature=temperature)
         # An all-to-all gives each rank the stats of all slices for its own tokens: [T, 3] instead of [T, V] travels.
         return self.meet(stats_T3).view(-1, own_tokens, 3)
 
@@ -205,7 +215,7 @@ class ValueHead(nn.Module):
         self.bias = weight(rows, key=SCORE_BIAS, decay=False, init=Init("zeros")) if labels.bias else None
 
     def forward(
-        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+        self, x_TD: Tensor, labels_T: Tensor, want: Want, tied_VD: Tensor | None, predict: Predict | None = None
     ) -> tuple[Tensor, ...]:
         values_TL = ops.upcast(ops.linear(self.norm(x_TD), self.weight, self.bias))
         return (
@@ -223,7 +233,7 @@ class NoHead(nn.Module):
         self.norm = norm
 
     def forward(
-        self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None, predict: Predict | None = None
+        self, x_TD: Tensor, labels_T: Tensor, want: Want, tied_VD: Tensor | None, predict: Predict | None = None
     ) -> tuple[Tensor, ...]:
         return (self.norm(x_TD),)
 
@@ -326,13 +336,12 @@ class Decoder(nn.Module):
         return [self, *self.units()[-1:], *([] if self.mtp is None else [self.mtp]), *twice]
 
     def forward(
-        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
+        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: Want, x_TD: Tensor | None = None,
         sight: VisionInput | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Run the stage.
 
-        `want`: what the head computes, ending in `WITH_MTP` where the MTP head runs too. `sight`: the images of the
-        first stage, if this rank has any.
+        `want`: what the head computes. `sight`: the images of the first stage, if this rank has any.
         """
         stream_T = tokens_T
         rows: tuple[
@@ -363,8 +372,8 @@ class Decoder(nn.Module):
             return (x_TD,)
         tied_VD = self.embed.weight if self.tied and self.embed is not None else None
         predict = None
-        if want.endswith(WITH_MTP):
-            want, predict = want.removesuffix(WITH_MTP), partial(self._predict, stream_T, labels_T, rope, docs)
+        if want.mtp:
+            predict = partial(self._predict, stream_T, labels_T, rope, docs)
         return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD, predict))
 
     def _predict(

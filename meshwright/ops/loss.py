@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,24 @@ _WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
 _OFF = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
-def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True) -> Tensor:
+class Kind(NamedTuple):
+    """The statistics of logits: whether with their entropy, and what logits are divided by."""
+
+    entropy: bool
+    temperature: float
+
+
+def token_stats(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True, temperature: float = 1.0
+) -> Tensor:  # fmt: skip
     """Reduce each token's logits over these V words to three numbers, in at least float32. -> stats_T3
 
-    They are logsumexp; the label's logit (0 where the label is not one of 0..V-1); and minus the entropy of the softmax
-    over these words. With `entropy=False` the third is the largest logit instead, and its gradient is ignored.
+    Logits are divided by the temperature after they are widened, as samplers do: x divided in its own dtype would
+    round, and trainer and rollout would disagree. The numbers are logsumexp; the label's logit (0 where the label is
+    not one of 0..V-1); and minus the entropy of the softmax over these words. With `entropy=False` the third is the
+    largest logit instead, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), entropy)
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), Kind(entropy, temperature))
 
 
 def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
@@ -90,24 +101,26 @@ class _TokenStats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind) -> Tensor:
         stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=at_least_float32(x_TD))
         ctx.last, last, ctx.by_kernel = None, (len(x_TD) - 1) // chunk, _has_kernel(x_TD, len(weight_VD))
         for i, (x, labels, stats) in enumerate(zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
             if ctx.by_kernel:
-                stats.copy_(_stats_by_kernel(ctx.last, labels, entropy))
+                stats.copy_(_stats_by_kernel(ctx.last, labels, kind))
             else:
-                stats.copy_(_stats(ctx.last, labels, entropy, into_probs=i == last and not entropy))
+                stats.copy_(_stats(ctx.last, labels, kind, into_probs=i == last and not kind.entropy))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
-        ctx.chunk, ctx.entropy = chunk, entropy
+        ctx.chunk, ctx.kind = chunk, kind
         return stats_T3
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_stats_T3: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_TD, weight_VD, labels_T, stats_T3 = ctx.saved_tensors
+        # Gradients of logits are linear in those of the stats, so the inner derivative of the division goes in here.
+        d_stats_T3 = d_stats_T3 if ctx.kind.temperature == 1 else d_stats_T3 / ctx.kind.temperature
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # Accumulate over chunks in at least float32: bfloat16 would lose the later chunks' small addends.
@@ -116,10 +129,10 @@ class _TokenStats(torch.autograd.Function):
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
             is_first = begin + ctx.chunk >= len(x_TD)
-            are_probs = cached is not None and not ctx.entropy
+            are_probs = cached is not None and not ctx.kind.entropy
             d_TV = _logits(x_TD[rows], weight_VD) if cached is None else cached
             cached = None
-            of_rows = (d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy)
+            of_rows = (d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.kind)
             if ctx.by_kernel:
                 _overwrite_by_kernel(*of_rows)
             else:
@@ -236,77 +249,84 @@ def _compare_kernel(x_TD: Tensor, num_words: int) -> tuple[list[Tensor], list[Te
     slope_TV = slope_T1 * torch.linspace(-1, 1, num_words, device=x_TD.device)
     logits_TV, d_T3 = 3 * _normal(x_TD, 4, num_words) + slope_TV.to(x_TD.dtype), _normal(x_TD, 4, 3).float()
     labels_T = torch.tensor([0, num_words - 1, -100, num_words], device=x_TD.device)
-    for entropy in (True, False):
+    for kind in (Kind(entropy=True, temperature=1.0), Kind(entropy=False, temperature=0.7)):
         by_kernel, by_formula = logits_TV.clone(), logits_TV.clone()
-        stats_T3 = _stats(by_formula, labels_T, entropy, into_probs=False)
-        results[0].append(_stats_by_kernel(by_kernel, labels_T, entropy))
-        _overwrite_by_kernel(by_kernel, stats_T3, d_T3, labels_T, entropy)
-        _overwrite_with_gradient(by_formula, stats_T3, d_T3, labels_T, entropy, are_probs=False)
+        stats_T3 = _stats(by_formula, labels_T, kind, into_probs=False)
+        results[0].append(_stats_by_kernel(by_kernel, labels_T, kind))
+        _overwrite_by_kernel(by_kernel, stats_T3, d_T3, labels_T, kind)
+        _overwrite_with_gradient(by_formula, stats_T3, d_T3, labels_T, kind, are_probs=False)
         results[0].append(by_kernel)
         results[1].extend([stats_T3, by_formula])
     return results
 
 
-def _stats_by_kernel(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
+def _stats_by_kernel(logits_TV: Tensor, labels_T: Tensor, kind: Kind) -> Tensor:
     if logits_TV.is_meta:
         return logits_TV.new_empty(len(logits_TV), 3, dtype=torch.float32)
     from .kernels import logits
 
     assert is_dense(logits_TV), "as in the trial"
-    return logits.token_stats(logits_TV, labels_T, entropy)
+    return logits.token_stats(logits_TV, labels_T, *kind)
 
 
-def _overwrite_by_kernel(block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool) -> None:
+def _overwrite_by_kernel(block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, kind: Kind) -> None:
     if block_TV.is_meta:
         return
     from .kernels import logits
 
     assert is_dense(block_TV), "as in the trial"
-    logits.overwrite_with_gradient(block_TV, stats_T3, d_T3, labels_T, entropy)
+    logits.overwrite_with_gradient(block_TV, stats_T3, d_T3, labels_T, *kind)
 
 
-def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_probs: bool) -> Tensor:
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits in at least float32, divided by the temperature. Without one, float32 logits are not copied."""
+    return upcast(logits) if temperature == 1 else upcast(logits) / temperature
+
+
+def _stats(logits_TV: Tensor, labels_T: Tensor, kind: Kind, into_probs: bool) -> Tensor:
     """Reduce a chunk of logits to stats; with `into_probs`, leave probabilities in place of the logits."""
     is_local_T1, index_T1 = _local_labels(labels_T, logits_TV.shape[1])
-    target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~is_local_T1, 0.0)
-    sums_T3 = torch.cat([_row_sums(rows_TV, entropy, into_probs) for (rows_TV,) in _row_blocks(logits_TV)])
+    target_T1 = _tempered(logits_TV.gather(-1, index_T1), kind.temperature).masked_fill(~is_local_T1, 0.0)
+    blocks = _row_blocks(logits_TV)
+    sums_T3 = torch.cat([_row_sums(rows_TV, kind, into_probs) for (rows_TV,) in blocks])
     largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
-    third_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else largest_T1
+    third_T1 = weighted_T1 / sum_T1 - sum_T1.log() if kind.entropy else largest_T1
     return torch.cat([largest_T1 + sum_T1.log(), target_T1, third_T1], dim=-1)
 
 
-def _row_sums(rows_TV: Tensor, entropy: bool, into_probs: bool) -> Tensor:
+def _row_sums(rows_TV: Tensor, kind: Kind, into_probs: bool) -> Tensor:
     """Return for each row: the largest logit; sum of exp(logit - largest); and, with entropy, sum of that times its
     exponent.
 
     The entropy's term uses logit - largest and not the logit itself, so that no digits cancel where all logits are
     large. `into_probs`: overwrite each logit with exp(logit - largest) over the sum.
     """
-    logits = upcast(rows_TV)
+    logits = _tempered(rows_TV, kind.temperature)
     largest_T1 = logits.amax(-1, keepdim=True)
     # Reuse the block: another one would double what the CPU's cache must hold.
     spare = logits if into_probs or logits is not rows_TV else None
     shifted = torch.sub(logits, largest_T1, out=spare)
-    exp = shifted.exp() if entropy else shifted.exp_()
+    exp = shifted.exp() if kind.entropy else shifted.exp_()
     sum_T1 = exp.sum(-1, keepdim=True)
     if into_probs:
         rows_TV.copy_(exp.div_(sum_T1))
-    weighted_T1 = exp.mul_(shifted).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
+    weighted_T1 = exp.mul_(shifted).sum(-1, keepdim=True) if kind.entropy else torch.zeros_like(sum_T1)
     return torch.cat([largest_T1, sum_T1, weighted_T1], dim=-1)
 
 
 def _overwrite_with_gradient(
-    block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool, are_probs: bool
+    block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, kind: Kind, are_probs: bool
 ) -> None:
     """Overwrite logits, or probabilities, with the gradient of the logits.
 
-    It is the probability times a factor of the row, plus the gradient of the target logit at the label.
+    It is the probability times a factor of the row, plus the gradient of the target logit at the label; `d_T3` is
+    divided by the temperature already.
     """
     for rows_TV, stats, d_stats in _row_blocks(block_TV, stats_T3, d_T3):
-        few = upcast(rows_TV)
-        rows_TV.copy_(few.mul_(d_stats[:, :1]) if are_probs else _logit_gradient(few, stats, d_stats, entropy))
+        few = upcast(rows_TV) if are_probs else _tempered(rows_TV, kind.temperature)
+        rows_TV.copy_(few.mul_(d_stats[:, :1]) if are_probs else _logit_gradient(few, stats, d_stats, kind.entropy))
     is_local_T1, index_T1 = _local_labels(labels_T, block_TV.shape[1])
-    d_target_T1 = _logit_gradient(stats_T3[:, 1:2].clone(), stats_T3, d_T3, entropy) + d_T3[:, 1:2]
+    d_target_T1 = _logit_gradient(stats_T3[:, 1:2].clone(), stats_T3, d_T3, kind.entropy) + d_T3[:, 1:2]
     rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[
         :, None
     ]  # an index and not scatter_, which would copy the block

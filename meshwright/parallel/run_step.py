@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..data import Batch
 from ..mesh import Mesh
-from ..models import Decoder
+from ..models import Decoder, Want
 from ..recipe import LATE, Pipeline
 from ..sharding import Line, Stage, forward_program, program_of
 from ..sharding.schedules import BACK, FORWARD, SEND, THERE, WEIGHT, Action, Transfer
@@ -60,7 +60,7 @@ class Staged(Protocol):
 Term = Callable[[Batch, Scores | None], tuple[Tensor | None, Tensor]]
 
 
-def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: str) -> Tensor:
+def run(model: Staged, batches: Sequence[Batch], want: Want, term: Term, task: str) -> Tensor:
     """Run forward and backward of every micro-batch, and return the summed loss shares of this rank."""
     passes = _Passes(model, batches, want)
     total: Tensor | None = None
@@ -88,7 +88,7 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
 
 @torch.no_grad()
 def run_forward(
-    model: Staged, batches: Sequence[Batch], want: str, term: Callable[[Batch, Scores], Tensor]
+    model: Staged, batches: Sequence[Batch], want: Want, term: Callable[[Batch, Scores], Tensor]
 ) -> list[Tensor]:
     """Run forward alone, and return `term(batch, scores)` of each batch: on the last stage; other stages return
     nothing."""
@@ -110,7 +110,7 @@ def run_forward(
 class _Passes:
     """The state of one step: inputs and outputs of each (stage, micro-batch) between its forward and its backward."""
 
-    def __init__(self, model: Staged, batches: Sequence[Batch], want: str) -> None:
+    def __init__(self, model: Staged, batches: Sequence[Batch], want: Want) -> None:
         self.model, self.batches, self.want = model, batches, want
         self.parts: dict[int, Decoder] = {stage.number: stage.module for stage in model.stages}
         shape = next(iter(self.parts.values())).shape

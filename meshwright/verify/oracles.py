@@ -136,7 +136,7 @@ def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
 
 def _mtp(run: Run) -> Findings:
     """Compare what a trained MTP head reports."""
-    record, expected = run.engine._pending().mtp_record, run.reference.steps[0].mtp
+    record, expected = run.engine._pending().results.mtp, run.reference.steps[0].mtp
     if record is None or expected is None:
         return
     limit = run.trial.tolerance.loss

@@ -22,7 +22,7 @@ from ..axes import DENSE, Axes
 from ..data import IGNORE, Batch, cut, filled, joined_batches
 from ..engine import Engine, Model, MtpRecord, gather, init, load, losses
 from ..mesh import Mesh
-from ..models import WITH_MTP
+from ..models import Want
 from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..optim import AdamW, Optimizer
@@ -136,7 +136,7 @@ class Trial:
         return self.is_proof and self.recipe.lora is not None and self.checkpoint is not None
 
     @property
-    def loss(self) -> losses.Loss:
+    def loss(self) -> losses.LossFunction:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
@@ -272,7 +272,7 @@ def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
     """Run one step. A large model stores the first gradients and the last weights alone."""
     value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
-    loads, mtp, norms = loads_of(engine), engine._pending().mtp_record, engine.norms(engine.model.grads())
+    loads, mtp, norms = loads_of(engine), engine._pending().results.mtp, engine.norms(engine.model.grads())
     engine.update()
     stores_weights = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
     return ReferenceStep(value, norms, loads, grads, mtp, unrounded(engine.model) if stores_weights else {})
@@ -293,7 +293,7 @@ def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
     mtp = model.blueprint.module.mtp
     if mtp is None:
         return None
-    states, want = list[Tensor](), model.blueprint.scores[0] + WITH_MTP
+    states, want = list[Tensor](), Want(model.blueprint.scores[0], mtp=True)
     hook = mtp.register_forward_hook(lambda _module, _given, state_TD: states.append(state_TD))
     terms = weight = hits = num = 0.0
     words_VD = model.parameter(model.blueprint.module.vocabulary).detach()
@@ -362,10 +362,10 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
     """
     if not engine.router.balance.coefficient:
         return 0.0, {}
-    original, engine.loss = engine.loss, lambda scores, fields: original(scores, fields) * 0.0
+    engine.loss = lambda scores, fields: trial.loss(scores, fields) * 0.0
     value, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")
     engine.discard()
-    engine.loss = original
+    engine.loss = trial.loss
     return value, grads
 
 

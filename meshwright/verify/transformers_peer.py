@@ -107,7 +107,7 @@ def run_meshwright(
     # Gradients need another forward: the one above is without a graph, as inference is.
     engine = Engine(model, lr=1e-3)
     loss = engine.backward(packed)
-    aux = engine._pending().router_loss
+    aux = engine._pending().results.router_loss
     by_layer = [[torch.cat(each) for each in zip(*of_layer, strict=True)] for of_layer in zip(*routed, strict=True)]
     probs = [logits_TE.double().softmax(-1) for logits_TE, _ in by_layer]
     experts, grads = [expert_Tk for _, expert_Tk in by_layer], gather(model, "grad")

@@ -51,6 +51,19 @@ def test_without_entropy_the_third_is_the_largest_logit_and_its_gradient_ignored
     assert_same(got, want)
 
 
+@pytest.mark.parametrize(("entropy", "temperature"), [(True, 0.6), (False, 0.6), (True, 2.0)])
+def test_logits_over_a_temperature(entropy, temperature):
+    """Stats and gradients are those of a weight divided by it; the kept probabilities of the last chunk too."""
+    pair, num = [rand(11, 4), rand(7, 4, seed=1)], 2 + entropy
+    compare(
+        lambda x, w: token_stats(x, w, LABELS, 4, entropy, temperature)[:, :num],
+        lambda x, w: references.token_stats(x, w / temperature, LABELS)[:, :num],
+        pair,
+    )
+    largest = token_stats(*pair, LABELS, 4, False, temperature)[:, 2]
+    assert torch.equal(largest, (pair[0] @ pair[1].T / temperature).amax(1))
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_side_gets_no_gradient(frozen):
     pair = [rand(11, 4), rand(7, 4, seed=1)]

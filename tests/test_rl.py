@@ -1,0 +1,280 @@
+"""Losses of reinforcement learning on meshes: equal to the same by hand, refused where they cannot be right."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from tests import parts, rl_losses, tiny, trials, worlds
+from tests.rl_losses import LOSSES
+from tests.words import words
+
+TEMPERATURE = 0.7
+MESHES: list[dict[str, int]] = [
+    dict(fsdp=2),
+    dict(tp=2),
+    dict(cp=2),
+    dict(pp=2),
+    dict(fsdp=2, tp=2, ep=2),
+    *([dict(replicate=2), dict(tp=4), dict(cp=2, tp=2), dict(pp=2, tp=2), dict(fsdp=2, cp=2)] if parts.ALL else []),
+]
+FAMILIES = ("qwen3_moe", "qwen3_5") if parts.ALL else ("qwen3_moe",)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("rl")
+    return {name: tiny.directory(at / name, name) for name in ("qwen3_moe", "qwen3_5", "qwen3")}
+
+
+def engine_of(source: Path, mesh: dict[str, int], loss: str) -> mw.Engine:
+    function, head, _ = LOSSES[loss]
+    return trials.build(
+        source,
+        mesh,
+        head=head,
+        loss=function,
+        entropy=loss == "gspo",
+        temperature=1.0 if head == "value" else TEMPERATURE,
+    )
+
+
+def batches_of(mesh: mw.Mesh, loss: str = "ppo", max_tokens: int = 64, **options: Any) -> list[mw.Batch]:
+    return mw.batches(
+        rl_losses.documents(), mesh, max_tokens=max_tokens, trained=rl_losses.masks(), fields=rl_losses.fields(),
+        groups=LOSSES[loss][2], **options,
+    )  # fmt: skip
+
+
+def gradients(
+    source: Path, mesh: dict[str, int], loss: str
+) -> tuple[float, dict[str, float], dict[str, Tensor], float]:
+    """The loss and the metrics of a step, gradients before it, and the loss that `evaluate` says."""
+    engine = engine_of(source, mesh, loss)
+    batches = batches_of(engine.model.mesh, loss)
+    assert len(batches) > 1
+    evaluated = engine.evaluate(batches)
+    engine.backward(batches)
+    grads = mw.gather(engine.model, "grad")
+    engine.discard()
+    record = engine.step(batches)
+    return record.loss, dict(record.metrics), grads, evaluated
+
+
+def expected(source: Path, loss: str) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """The same by hand: scores of all documents from plain logits, and a loss over lists."""
+    _, head, _ = LOSSES[loss]
+    engine = engine_of(source, {}, loss)
+    found: dict[str, Any] = {}
+
+    def whole(scores: Any, fields: Any, docs: Any) -> Tensor:
+        values = {key: torch.cat(docs.split(x)) for key, x in scores.items()}
+        total, found["metrics"] = rl_losses.by_hand(loss, values)
+        found["loss"] = float(total)
+        return total
+
+    engine.loss = mw.Loss(whole, per="micro_batch", normalise=False)
+    batch = mw.pack(rl_losses.documents(), trained=rl_losses.masks())
+    if head == "lm":  # scores at a temperature, from logits that nothing has divided
+        logits = mw.logits(engine.model, batch) / TEMPERATURE
+        logprobs = logits.log_softmax(-1).gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
+        assert torch.allclose(
+            mw.logprobs(engine.model, batch, temperature=TEMPERATURE), logprobs.where(batch.is_target_T, 0.0)
+        )
+    engine.backward([batch])
+    return found["loss"], found["metrics"], mw.gather(engine.model, "grad")
+
+
+_answers: dict[tuple[str, str], Any] = {}
+
+
+def _expected(source: Path, loss: str) -> Any:
+    key = (source.name, loss)
+    if key not in _answers:
+        cases = {(source.name, name): lambda name=name: expected(source, name) for name in LOSSES}
+        _answers.update({k: found[0] for k, found in worlds.in_turn(1, cases).items()})
+    return _answers[key]
+
+
+_runs: dict[tuple[str, str], dict[str, list[Any]]] = {}
+
+
+def _run(source: Path, mesh: dict[str, int], loss: str) -> list[Any]:
+    key = (source.name, trials.named(mesh))
+    if key not in _runs:
+        cases = {name: lambda name=name: gradients(source, mesh, name) for name in LOSSES}
+        _runs[key] = worlds.in_turn(trials.world_of(mesh), cases)
+    return _runs[key][loss]
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_by_hand(sources: dict[str, Path], family: str, mesh: dict[str, int], loss: str) -> None:
+    if "ep" in mesh and "moe" not in family:
+        mesh = {axis: size for axis, size in mesh.items() if axis != "ep"}
+    value, metrics, grads = _expected(sources[family], loss)
+    for rank, (found, found_metrics, found_grads, evaluated) in enumerate(_run(sources[family], mesh, loss)):
+        assert found == pytest.approx(value, rel=1e-9)
+        assert evaluated == pytest.approx(value, rel=1e-9)
+        assert found_metrics == pytest.approx(metrics, rel=1e-9)
+        if not rank:
+            assert worst(found_grads, grads) < 1e-9
+
+
+def _mixing(scores: Any, fields: Any, docs: Any) -> Tensor:
+    """Advantages normalised over whatever documents share a micro-batch."""
+    reward_D = docs.mean(fields["advantage"])
+    return docs.mean(scores["logprobs"]) * (reward_D - reward_D.mean())
+
+
+def _of_prompt(scores: Any, fields: Any) -> Tensor:
+    """Each token reads the next one."""
+    return -scores["logprobs"] - 0.1 * scores["logprobs"].roll(-1)
+
+
+def _wrong_metrics(scores: Any, fields: Any, docs: Any) -> Any:
+    return -docs.mean(scores["logprobs"]), {"other": docs.mean(scores["logprobs"])}
+
+
+def _late_failure(scores: Any, fields: Any, docs: Any) -> Tensor:
+    raise ValueError("no reward for some document")
+
+
+def _refused(loss: Any, **options: Any) -> Any:
+    return lambda e: mw.Engine(e.model, lr=1.0, loss=loss, **options).step(batches_of(e.model.mesh))
+
+
+def _fails_on_rank_0(engine: mw.Engine) -> None:
+    def loss(scores: Any, fields: Any, docs: Any) -> Tensor:
+        return _late_failure(scores, fields, docs) if not engine.model.mesh.rank else -docs.mean(scores["logprobs"])
+
+    _refused(mw.Loss(loss, per="document"))(engine)
+
+
+REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
+    "a document that reads others": (dict(fsdp=2), _refused(mw.Loss(_mixing, per="document")),
+        words("DataError", "loss of a document", "other documents", r"groups=", 'per="group"')),
+    "a group that reads others": (dict(tp=2), _refused(mw.Loss(_mixing, per="group")),
+        words("DataError", "group")),
+    "a token that reads the next": (dict(fsdp=2), _refused(_of_prompt),
+        words("DataError", "loss of a token", "other tokens", 'per="document"')),
+    "a mean of micro-batches": (dict(), lambda e: mw.Loss(rl_losses.dapo, per="micro_batch"),
+        words("^ConfigError", "micro_batch", "packed", "normalise=False")),
+    "an unknown unit": (dict(), lambda e: mw.Loss(rl_losses.dapo, per="sequence"),
+        words("^ConfigError", "per='sequence'", "'document'")),
+    "terms of tokens for documents": (dict(tp=2), _refused(mw.Loss(lambda s, f, d: -s["logprobs"], per="document")),
+        words("DataError", r"\(\d+,\) for \(\d+,\) documents", "one term per document")),
+    "other metrics": (dict(tp=2), _refused(mw.Loss(_wrong_metrics, per="document", metrics=("kl",))),
+        words("DataError", r"metrics \['other'\]", "'kl'")),
+    "metrics of another shape": (dict(), _refused(mw.Loss(lambda s, f: (-s["logprobs"], {"kl": f["old"].mean()}),
+        metrics=("kl",))), words("DataError", "'kl'", r"shape \(\)")),
+    "metrics without a name": (dict(), lambda e: mw.Loss(rl_losses.ppo, metrics="kl"), words("^ConfigError", "'kl'")),
+    "weights that a document does not read": (dict(), lambda e: mw.Engine(e.model, lr=1.0, loss=mw.Loss(
+        lambda s, f, d: -d.mean(s["logprobs"]), per="document")).step([mw.pack([[1, 2, 3]], fields={"weight":
+        [[1.0, 2.0, 1.0]]})]), words("DataError", "'weight'", "per document")),
+    "one rank fails": (dict(tp=2), _fails_on_rank_0, words("no reward for some document")),
+    "detached": (dict(), _refused(mw.Loss(lambda s, f, d: d.mean(f["old"]), per="document")),
+        words("StateError", "loss", "detached")),
+    "temperature": (dict(), _refused(None, temperature=0), words("^ConfigError", "temperature=0", "above 0")),
+    "temperature of scores": (dict(fsdp=2), lambda e: mw.scores(e.model, trials.feed(e), temperature=float("nan")),
+        words("ConfigError", "temperature=nan")),
+    "other temperatures": (dict(fsdp=2), lambda e: mw.Engine(e.model, lr=1.0, temperature=1.0 + e.model.mesh.rank).step(
+        trials.feed(e)), words("^RankError", "temperature is 2.0 on rank 1 and 1.0 on rank 0")),
+    "skip": (dict(), _refused(None, on_nonfinite="ignore"), words("^ConfigError", "on_nonfinite='ignore'", "skip")),
+    "groups": (dict(), lambda e: mw.pack([[1, 2], [3, 4]], groups=[0]), words("^DataError", "groups has 1 number")),
+    "a group too long": (dict(), lambda e: mw.batches([[1] * 5, [2] * 6], e.model.mesh, max_tokens=10, groups=[7, 7]),
+        words("^DataError", r"group of documents \[0, 1\] of 11 tokens", "10")),
+    "length and max_tokens": (dict(), lambda e: mw.batches([[1]], e.model.mesh, max_tokens=10, length=10),
+        words("^DataError", "length=", "max_tokens=")),
+    "join": (dict(), lambda e: mw.pack([[1, 2], [3]]).join([torch.zeros(2), torch.zeros(2)]),
+        words("^DataError", r"\[2, 2\]", r"\[2, 1\]")),
+    "documents of each rank": (dict(fsdp=2), lambda e: mw.by_document(e.model.mesh, trials.feed(e),
+        [torch.zeros(len(b)) for b in trials.feed(e)]), words("^DataError", "by_document", r"mw\.batches")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def messages(sources: dict[str, Path]) -> Any:
+    return trials.said_by_all(sources["qwen3"], {name: (mesh, act) for name, (mesh, act, _) in REFUSED.items()})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_cannot_be_right_is_refused_on_all_ranks(messages: Any, name: str) -> None:
+    for text in messages(name):
+        assert re.search(REFUSED[name][2], text), text
+
+
+def _nan_in(engine: mw.Engine, step: int, what: str) -> mw.Loss:
+    """A loss that is NaN on one data rank, or whose gradient alone is not finite."""
+    bad = engine.model.mesh.data_rank == engine.model.mesh.num_data_ranks - 1
+
+    def loss(scores: Any, fields: Any) -> Any:
+        if what == "loss":
+            return -scores["logprobs"] * (math.nan if bad else 1.0), {"seen": torch.ones_like(scores["logprobs"])}
+        return -scores["logprobs"] + (scores["logprobs"] * 0).sqrt() * float(bad), {
+            "seen": torch.ones_like(scores["logprobs"])
+        }
+
+    return mw.Loss(loss, metrics=("seen",))
+
+
+def skipped(source: Path, mesh: dict[str, int], what: str, halves: bool) -> tuple[Any, ...]:
+    """A step that is not finite between two that are, and the two alone."""
+    bytes_of = lambda e: {name: x.clone() for name, x in mw.gather(e.model).items()}  # noqa: E731 - short
+    engine, plain = (trials.build(source, mesh, on_nonfinite=each) for each in ("skip", "raise"))
+    batches = trials.feed(engine)
+    for each in (engine, plain):
+        each.step(batches)
+    before, good = bytes_of(engine), engine.loss
+    engine.loss = _nan_in(engine, 1, what)
+    if halves:
+        engine.backward(batches)
+        record: Any = engine.update()
+    else:
+        record = engine.step(batches)
+    after, steps = bytes_of(engine), engine.steps
+    engine.loss = good
+    again, alone = engine.step(batches), plain.step(batches)
+    same = all(torch.equal(before[key], after[key]) for key in before)
+    weights = bytes_of(engine), bytes_of(plain)
+    equal = all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    return (
+        record,
+        same,
+        steps,
+        equal,
+        (again.loss, again.grad_norm, again.step) == (alone.loss, alone.grad_norm, alone.step),
+    )
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(pp=2)], ids=trials.named)
+def test_a_step_that_is_not_finite_is_skipped_as_a_value(sources: dict[str, Path], mesh: dict[str, int]) -> None:
+    cases = {
+        (what, halves): lambda what=what, halves=halves: skipped(sources["qwen3"], mesh, what, halves)
+        for what in ("loss", "gradient") for halves in (False, True)
+    }  # fmt: skip
+    for (what, halves), ranks in worlds.in_turn(trials.world_of(mesh), cases).items():
+        for record, same, steps, equal, as_alone in ranks:
+            assert same, "parameters changed"
+            assert (steps, equal, as_alone) == (1, True, True)
+            if halves:
+                assert not math.isfinite(record)
+            else:
+                assert record.step == 2
+                assert "of step 1 is nan" in record.skipped
+                assert ("loss" if what == "loss" else "gradient norm") in record.skipped
+                assert math.isfinite(record.loss) == (what != "loss")
+                assert record.metrics["seen"] == pytest.approx(1.0)
