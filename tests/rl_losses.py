@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning over whole documents, and the same by hand: from one long forward, by plain loops."""
+"""Losses of reinforcement learning over whole documents, and the same by hand: plain loops over one long forward."""
 
 from __future__ import annotations
 

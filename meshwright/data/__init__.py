@@ -4,7 +4,7 @@ The way of a row: `row_files` reads it, `chat` or `texts` makes documents of it 
 them, `packing_plan` says which documents are in stream j, `feed` makes batches of streams. `pack` makes one of lists.
 """
 
-from .batch import IGNORE, Batch
+from .batch import IGNORE, NO_EXPERT, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
 from .field_values import OverTokens, over_tokens

@@ -24,6 +24,7 @@ from .field_values import OverTokens, joined, refuse_grad, to_terms
 from .images import Frame, Images, turns_of
 
 IGNORE = -100  # the label of a token that predicts nothing
+NO_EXPERT = -1  # in `experts`: the router chooses
 _TOKEN_STREAMS = ("tokens", "labels")  # of every batch, apart from its fields
 _INT_DTYPES = (torch.int64, torch.int32)  # not uint8: torch indexes with it as with a boolean mask
 
@@ -54,6 +55,10 @@ class Batch:
     `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: which documents
     belong together, such as the answers to one prompt; by default each is alone.
 
+    `experts`: `[T, layers, k]`, the experts that each token is to use in each layer that has experts, -1 where the
+    router chooses: those of the rollout (`mw.expert_choices`, R3, arXiv 2510.11370). They stand at the tokens
+    themselves, unlike labels and fields.
+
     Example of fields for a policy-gradient loss: `{"old_logprobs": ..., "advantages": ...}`, both `[T]` and both at the
     position that predicts the token they belong to. `mw.over_tokens` marks values that are stored at the token
     itself.
@@ -67,6 +72,7 @@ class Batch:
     images: Images | None = None
     numbers: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
+    experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check what `pack` gets right and a hand-made batch may get wrong. It reads no tensor, so it never waits for a
@@ -92,6 +98,11 @@ class Batch:
             )
         self._check_frames(bounds)
         self._number_documents()
+        if self.experts is not None and (self.experts.dim() != 3 or len(self.experts) != len(self)):
+            raise DataError(
+                f"experts of the batch has shape {tuple(self.experts.shape)} for {len(self)} tokens; it must be "
+                "[tokens, layers with experts, experts of a token]"
+            )
 
     def _number_documents(self) -> None:
         """Fill in the numbers and groups that were not given; refuse those of another number of documents."""
@@ -206,8 +217,8 @@ class Batch:
         Pinned buffers and non-blocking copies (`ops.to_device`): the host goes on to launch the forward.
         """
         fields = {name: to_device(value, device) for name, value in self.fields.items()}
-        moved = replace(
-            self, tokens=to_device(self.tokens, device), labels=to_device(self.labels, device), fields=fields
-        )
+        experts = None if self.experts is None else to_device(self.experts, device)
+        tokens, labels = to_device(self.tokens, device), to_device(self.labels, device)
+        moved = replace(self, tokens=tokens, labels=labels, fields=fields, experts=experts)
         _ = moved.docs  # computed once now, not lazily in the middle of a forward
         return moved

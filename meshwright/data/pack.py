@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .batch import IGNORE, Batch
+from .batch import IGNORE, NO_EXPERT, Batch
 from .field_values import OverTokens, joined, to_terms
 from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
 from .pack_checks import (
     check_documents,
+    check_experts,
     check_groups,
     check_lengths,
     check_mask,
@@ -44,6 +45,7 @@ def pack(
     length: int | None = None,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
     groups: Sequence[int] | None = None,
+    experts: Sequence[Any] | None = None,
 ) -> Batch:
     """Pack documents in their order into one stream, padded to `length` with a document that loss and counts ignore.
 
@@ -52,7 +54,8 @@ def pack(
     templates give it: token t is trained on where `trained[t]` is true. `fields`: per-token values, a list or tensor
     for each document; those at t belong to the term at t, which predicts token t+1. `over_tokens` marks labels or
     values that are stored at the tokens they are about instead. `groups`: for each document a number that it shares
-    with the documents that a loss sees with it, such as the answers to one prompt.
+    with the documents that a loss sees with it, such as the answers to one prompt. `experts`: for each document
+    `[tokens, layers, k]`, the experts that its tokens are to use (`mw.expert_choices`).
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
@@ -85,7 +88,10 @@ def pack(
         check_mask(mask_T)
         labels_T = labels_T.where(to_terms(mask_T, bounds) != 0, IGNORE)
     streams = {name: _stream(values, bounds, f"fields[{name!r}]") for name, values in (fields or {}).items()}
-    batch = Batch(tokens_T, labels_T, bounds, streams, images=packed_images, groups=check_groups(groups, len(sizes)))
+    batch = Batch(
+        tokens_T, labels_T, bounds, streams, images=packed_images, groups=check_groups(groups, len(sizes)),
+        experts=None if experts is None else check_experts(experts, sizes),
+    )  # fmt: skip
     # After packing, on the flat tensors: one pass instead of one for each document.
     check_unlearnt(batch, placeholder_ids)
     return batch if length is None else filled(batch, int(length))
@@ -161,6 +167,7 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
             images=joined_images(parts),
             numbers=tuple(batch.numbers[number] for number in numbers) if numbered else (),
             groups=tuple(batch.groups[number] for number in numbers) if numbered else (),
+            experts=None if batch.experts is None else pick(batch.experts),
         ),
         length,
     )
@@ -185,6 +192,9 @@ def joined_batches(batches: Sequence[Batch]) -> Batch:
         bounds=(*bounds, starts[-1]),
         fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, lengths, strict=True)])
                 for name in batches[0].fields},
+        experts=None if batches[0].experts is None else torch.cat([
+            b.experts[:num] for b, num in zip(batches, lengths, strict=True) if b.experts is not None
+        ]),
         images=joined_images(images) if images else None,
     )  # fmt: skip
 
@@ -197,7 +207,7 @@ def filled(batch: Batch, length: int) -> Batch:
     """
     num_padding = length - len(batch)
     # Padding takes the dtype of the values: a Python 0 would turn booleans into integers.
-    padded = lambda values, fill: torch.cat([values, values.new_full((num_padding,), fill)])  # noqa: E731 - as above
+    padded = lambda values, fill: torch.cat([values, values.new_full((num_padding, *values.shape[1:]), fill)])  # noqa: E731 - as above
     return Batch(
         tokens=padded(batch.tokens, 0),
         labels=padded(batch.labels, IGNORE),
@@ -207,6 +217,7 @@ def filled(batch: Batch, length: int) -> Batch:
         images=batch.images,
         numbers=batch.numbers,
         groups=batch.groups,
+        experts=None if batch.experts is None else padded(batch.experts, NO_EXPERT),
     )
 
 

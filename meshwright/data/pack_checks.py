@@ -47,6 +47,23 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
         raise DataError("documents must be a list of lists of tokens")
 
 
+def check_experts(experts: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+    """Return the experts of documents as one tensor `[T, layers, k]` of small integers."""
+    try:
+        parts = [torch.as_tensor(each) for each in experts]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"experts must be whole numbers for each document: {error}") from None
+    shapes = [tuple(part.shape) for part in parts]
+    if [shape[:1] for shape in shapes] != [(size,) for size in sizes] or len({shape[1:] for shape in shapes}) > 1:
+        raise DataError(
+            f"experts has the shapes {shapes} for documents of {list(sizes)} tokens; give [tokens, layers with "
+            "experts, experts of a token] for each"
+        )
+    if any(part.is_floating_point() or part.dim() != 3 for part in parts):
+        raise DataError("experts must be whole numbers [tokens, layers with experts, experts of a token], -1 for none")
+    return torch.cat(parts).to(torch.int32)
+
+
 def check_groups(groups: object, num: int) -> tuple[int, ...]:
     """Return the group of each document; an empty tuple where each is alone."""
     if groups is None:

@@ -10,7 +10,7 @@ from .batching import batches, by_document
 from .checkpoint import Resumed, resume, save
 from .engine import Engine
 from .export import check_export, export, gather, stream
-from .inference import embeddings, logits, logprobs, sample, scores
+from .inference import embeddings, expert_choices, logits, logprobs, sample, scores
 from .losses import Loss
 from .model import Model, init, load
 from .mtp import MtpRecord

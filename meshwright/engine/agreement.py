@@ -31,7 +31,7 @@ from .loss_documents import LossDocuments
 from .model import Model
 from .mtp import MtpData, mtp_data
 from .step_results import Results
-from .validation import check_autocast, check_batches, check_inference_mode
+from .validation import check_autocast, check_batches, check_given_experts, check_inference_mode
 from .vision_sync import check_pictures, pictures_mask
 
 Result = TypeVar("Result")
@@ -266,6 +266,7 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     check_pictures(batches, model.blueprint.module.tower, words=want != "values")
+    check_given_experts(batches, model.blueprint.balance)
     if want != "values":  # labels of a value head are classes, or mark the tokens that have a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
@@ -300,7 +301,8 @@ def _streams(batch: Batch) -> list[Tensor]:
     bounds = torch.tensor(batch.bounds, device=batch.tokens.device)
     frames = torch.tensor([astuple(frame) for frame in batch.frames], device=batch.tokens.device)
     pixels = [] if batch.images is None else [batch.images.patches_PC]
-    return [batch.tokens, batch.labels, bounds, *(batch.fields[name] for name in sorted(batch.fields)), frames, *pixels]
+    more = [*pixels, *([] if batch.experts is None else [batch.experts])]
+    return [batch.tokens, batch.labels, bounds, *(batch.fields[name] for name in sorted(batch.fields)), frames, *more]
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:

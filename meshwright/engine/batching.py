@@ -36,6 +36,7 @@ def batches(
     placeholders: Sequence[int] = PLACEHOLDERS,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
     groups: Sequence[int] | None = None,
+    experts: Sequence[Any] | None = None,
 ) -> list[Batch]:
     """Return this data rank's batches. All ranks must give the same documents.
 
@@ -54,7 +55,7 @@ def batches(
         # Every rank packs all documents: so all ranks refuse a bad document, by its index in the caller's list.
         whole = pack(
             documents, labels=labels, trained=trained, images=images, placeholders=placeholders, fields=fields,
-            groups=groups,
+            groups=groups, experts=experts,
         )  # fmt: skip
         sizes = [b - a for a, b in pairwise(whole.bounds)]
         bins = _bins(_units(whole), sizes, limit)
@@ -137,6 +138,7 @@ def _settings_to_compare(whole: Batch, length: int) -> dict[str, object]:
         "the documents of batches() (all ranks give the documents of all ranks; or pack your own: mw.pack)": documents,
         "the checksum of labels or trained": checksum([whole.labels]),
         "the checksum of groups": checksum([torch.tensor(whole.groups)]),
+        "the checksum of experts": checksum([] if whole.experts is None else [whole.experts]),
         "the checksum of images": checksum([] if whole.images is None else [whole.images.patches_PC, _frames(whole)]),
         **{f"the checksum of the field {name!r}": checksum([whole.fields[name]]) for name in sorted(whole.fields)},
     }

@@ -93,6 +93,30 @@ def logits(model: Model, batch: Batch) -> Tensor:
 
 
 @names_lost_ranks()
+def expert_choices(model: Model, batch: Batch) -> Tensor:
+    """Return `[T, layers, k]`: the experts that each token of this data rank uses in each layer that has experts.
+
+    `mw.pack(experts=)` takes them, document by document, and then forwards and backwards use the same ones.
+    """
+    check_is_model(model)
+    balance = model.blueprint.balance
+    if not balance.num_layers:
+        raise StateError("the model has no experts, so it makes no choices")
+    chosen: dict[int, Tensor] = {}
+    balance.chosen = chosen
+    try:
+        score_without_grad(model, [batch], Want(model.blueprint.scores[0]), "expert_choices")
+    finally:
+        balance.chosen = None
+    lo, hi = model.mesh.token_range(len(batch))
+    # A layer is on one pipeline stage; the others add zeros.
+    own_TLk = torch.zeros(hi - lo, balance.num_layers, balance.top_k, dtype=torch.int32, device=model.mesh.device)
+    for layer, expert_Tk in chosen.items():
+        own_TLk[:, layer] = expert_Tk.to(torch.int32)
+    return model.mesh.gather_rows(model.mesh.all_reduce_(own_TLk, SCORES), ("cp", "tp"))
+
+
+@names_lost_ranks()
 def embeddings(model: Model, batch: Batch) -> Tensor:
     """Return `[documents, width]`: what the model makes of each document's last token, in at least float32.
 

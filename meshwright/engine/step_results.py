@@ -60,7 +60,9 @@ class Results:
         if self.mtp is not None:
             numbers["loss of the MTP head"] = self.mtp.loss
             numbers["gradient norm of the MTP head"] = self.norms[1] if len(self.norms) > 1 else 0.0
-        return next((f"the {name} of step {step} is {value}" for name, value in numbers.items() if not math.isfinite(value)), "")
+        return next(
+            (f"the {name} of step {step} is {value}" for name, value in numbers.items() if not math.isfinite(value)), ""
+        )
 
 
 def results_of(

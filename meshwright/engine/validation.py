@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..data import IGNORE, WEIGHT, Batch
+from ..data import IGNORE, NO_EXPERT, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
+from ..models import Balance
 from ..optim import Optimizer, within
 from ..sharding import Table
 from .losses import Loss
@@ -171,6 +172,30 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
         if bad.any():
             at = int(bad.nonzero()[0])
             raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
+
+
+def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
+    """Refuse expert choices of another shape than the model's, out of range, or with one expert twice for a token."""
+    shape = (balance.num_layers, balance.top_k)
+    for batch in batches:
+        if batch.experts is None:
+            continue
+        if not balance.num_layers:
+            raise DataError("the batch has choices of experts, but the model has no experts; leave experts= out")
+        if batch.experts.shape[1:] != shape:
+            raise DataError(
+                f"experts of the batch has {tuple(batch.experts.shape[1:])} a token, and the model "
+                f"{balance.num_layers} layers with experts and {balance.top_k} experts a token"
+            )
+        sorted_TLk = batch.experts.sort(-1).values
+        none, bad = (sorted_TLk == NO_EXPERT).all(-1), (sorted_TLk < 0) | (sorted_TLk >= balance.num_experts)
+        wrong_TL = ~none & (bad.any(-1) | (sorted_TLk[..., 1:] == sorted_TLk[..., :-1]).any(-1))
+        if wrong_TL.any():
+            token, layer = wrong_TL.nonzero()[0].tolist()
+            raise DataError(
+                f"token {token} has the experts {batch.experts[token, layer].tolist()} in layer {layer} of those with "
+                f"experts; they must be {balance.top_k} different ones of 0..{balance.num_experts - 1}, or all -1"
+            )
 
 
 def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | None) -> None:

@@ -101,7 +101,8 @@ class MoE(nn.Module):
     @ops.uncompiled  # numbers of rows depend on the data, and the balance and doors on which layer this is
     def forward(self, x_TD: Tensor) -> Tensor:
         logits_TE = ops.linear(x_TD, self.router)
-        weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
+        given_Tk = self.balance.given(self.layer)
+        weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise, given_Tk)
         weight_Tk = self.balance.watch(self.layer, weight_Tk, logits_TE, expert_Tk)
         return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.shared_output, x_TD))
 

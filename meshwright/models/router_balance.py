@@ -29,22 +29,31 @@ class Balance:
         self.probs: dict[int, Tensor] = {}  # by layer: sum over tokens of routing probabilities
         self.slope_E: Tensor | None = None
         self._counted_T = torch.ones(0, dtype=torch.bool)
+        self._given_TLk: Tensor | None = None
+        self.chosen: dict[int, Tensor] | None = None  # by layer, while choices are recorded: `[T, k]`
 
     def join(self) -> int:
         """Register a layer; return its number."""
         self.num_layers += 1
         return self.num_layers - 1
 
-    def begin(self, counted_T: Tensor) -> None:
+    def begin(self, counted_T: Tensor, given_TLk: Tensor | None = None) -> None:
         """Start a micro-batch.
 
-        `counted_T` is False for padding tokens. A recomputed layer overwrites its counts with the same.
+        `counted_T` is False for padding tokens. A recomputed layer overwrites its counts with the same. `given_TLk`:
+        the experts that own tokens are to use in each layer, -1 where the router chooses.
         """
-        self._counted_T = counted_T
+        self._counted_T, self._given_TLk = counted_T, given_TLk
         self.counts, self.probs = {}, {}
+
+    def given(self, layer: int) -> Tensor | None:
+        """Return the experts `[T, k]` that tokens are to use in a layer; None if the router chooses all."""
+        return None if self._given_TLk is None else self._given_TLk[:, layer]
 
     def watch(self, layer: int, weight_Tk: Tensor, logits_TE: Tensor, expert_Tk: Tensor) -> Tensor:
         """Record one layer; return its routing weights with the gradient of the loss attached."""
+        if self.chosen is not None:
+            self.chosen[layer] = expert_Tk.detach()
         counted_T = self._counted_T.to(weight_Tk.dtype)
         with torch.no_grad():
             tokens_N = counted_T[:, None].expand_as(weight_Tk).flatten()

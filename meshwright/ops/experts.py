@@ -37,21 +37,28 @@ _TILE = 16  # rows of an AMX tile on a CPU
 
 
 @uncompiled
-def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, k: int, renormalise: bool, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose k experts a token: softmax over all experts, then the k largest. -> weights_Tk (at least float32),
     indices_Tk
 
     `renormalise`: weights of a token sum to 1, as in Mixtral and Qwen3-MoE (`norm_topk_prob`). Activation checkpointing
     replays the indices: recomputed logits may differ in the last bit and flip a tie, after which rows would return to
-    other tokens than they came from.
+    other tokens than they came from. `given_Tk`: choices to use instead, -1 where the router chooses (rollout routing
+    replay, arXiv 2510.11370). Their weights come from the logits of all experts, so the router still has its gradient.
     """
     shares_TE = upcast(logits_TE).softmax(-1)
-    indices_Tk = replayed(lambda: shares_TE.detach().topk(k, dim=-1).indices)
+    indices_Tk = replayed(lambda: _choose(shares_TE.detach(), k, given_Tk))
     # The gradient reaches the router through the weights of the chosen experts alone; the choice itself has none.
     weights_Tk = shares_TE.gather(-1, indices_Tk)
     if renormalise:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
     return weights_Tk, indices_Tk
+
+
+def _choose(shares_TE: Tensor, k: int, given_Tk: Tensor | None) -> Tensor:
+    """Return the k likeliest experts of each token, or those that are given for it."""
+    own_Tk = shares_TE.topk(k, dim=-1).indices
+    return own_Tk if given_Tk is None else torch.where(given_Tk >= 0, given_Tk.to(own_Tk.dtype), own_Tk)
 
 
 class LowRank(NamedTuple):

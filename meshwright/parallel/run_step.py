@@ -193,6 +193,6 @@ class _Passes:
         mesh = self.model.mesh
         lo, hi = mesh.token_range(len(batch))
         is_real_T = torch.arange(lo, hi, device=mesh.device) < len(batch) - batch.num_filler
-        self.parts[number].balance.begin(is_real_T)
+        self.parts[number].balance.begin(is_real_T, None if batch.experts is None else batch.experts[lo:hi])
         if (mtp := self.parts[number].mtp) is not None:  # the last token of a document has no next one to predict from
             mtp.balance.begin(is_real_T & ops.has_next(batch.docs)[lo:hi])
