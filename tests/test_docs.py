@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE, INDEX = DOCS / "reference.md", DOCS / "README.md"
 WIDTH = 120  # of a line of prose; a row of a table cannot be broken
 # Directories that examples load: a tiny model of the same family.
-SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3", "Qwen3.8-Flash-Next": "qwen4_exp"}
+SOURCES = {"Qwen3-8B": "qwen3", "Qwen3-30B-A3B": "qwen3_moe", "phi-4": "phi3", "Qwen3.8-Flash-Next": "qwen4_exp"}
 
 
 def name_of(page: Path) -> str:

@@ -11,7 +11,7 @@ from .checkpoint import Resumed, resume, save
 from .engine import Engine
 from .export import check_export, export, gather, stream
 from .inference import embeddings, expert_choices, logits, logprobs, sample, scores
-from .losses import Loss
+from .loss import Loss
 from .model import Model, init, load
 from .mtp import MtpRecord
 from .step_results import StepRecord

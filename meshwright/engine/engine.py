@@ -43,8 +43,9 @@ from .agreement import (
     whole_step,
 )
 from .engine_state import state_of, take_state
+from .loss import Loss
 from .loss_terms import Terms
-from .losses import Loss, LossFunction, cross_entropy
+from .losses import LossFunction, cross_entropy
 from .model import Model
 from .mtp import MtpTraining, unreached_embedding
 from .optimizer_state import StateDict, state_layout

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..ops import upcast
+from .loss import Loss
 from .loss_documents import LossDocuments
-from .losses import Loss
 from .model import Model
 from .validation import check_metrics, check_terms
 

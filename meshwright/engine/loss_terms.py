@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..data import WEIGHT, Batch
 from ..parallel import Scores
+from .loss import Loss
 from .loss_call import call_loss, perturbed
 from .loss_documents import LossDocuments
-from .losses import Loss
 from .model import Model
 from .validation import check_apart, check_by_token, check_differentiable, check_read
 

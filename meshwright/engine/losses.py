@@ -1,21 +1,20 @@
 """Losses: functions of the model's scores and the batch's fields that return one term per token.
 
 The engine weights the terms (by the field `weight`, or 1), leaves out tokens without a label, sums over the whole
-optimizer step and divides by the sum of the weights. A loss never averages. `Loss` says what else a function may look
-at, and what a term of it is about: a document, a group of documents, or a micro-batch.
+optimizer step and divides by the sum of the weights. A loss never averages. `Loss` (loss.py) says what else a function
+may look at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from ..data import IGNORE
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 
 # One number per token: "logprobs" (and "entropy" with Engine(entropy=True)), or "values" ([T, labels] if several).
 Scores = Mapping[str, Tensor]
@@ -23,53 +22,6 @@ Fields = Mapping[str, Tensor]
 # (scores, fields) -> terms; with `Loss(per=)` other than "token", (scores, fields, docs) -> terms. With `metrics`, it
 # returns (terms, {name: values}).
 LossFunction = Callable[..., Any]
-
-PER = ("token", "document", "group", "micro_batch")
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss function, and what one term of it is about.
-
-    >>> engine = Engine(model, lr=1e-6, loss=Loss(gspo, per="document", metrics=("kl",)))      # doctest: +SKIP
-
-    `per`: "token", a term depends on its token alone. With "document", "group" and "micro_batch" the function is called
-    as `function(scores, fields, docs)` with the whole micro-batch, on any mesh: scores are all-gathered over cp and tp,
-    and `docs` (`LossDocuments`) sums and splits them by document. It returns a term for each document, for each group
-    (`mw.batches(groups=)`), or one number.
-
-    `normalise`: the engine divides by the number of tokens, documents or groups with a label in the whole step (of
-    tokens: by the sum of their weights). With False it does not divide: the function has.
-
-    `metrics`: names of figures. The function then returns `(terms, {name: values})`, with values in the shape of its
-    terms, and `record.metrics` has their mean over the step, or their sum with `normalise=False`.
-    """
-
-    function: LossFunction
-    per: str = "token"
-    normalise: bool = True
-    metrics: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError(f"loss={self.function!r} must be a function of scores and fields, such as cross_entropy")
-        if self.per not in PER:
-            raise ConfigError(f"per={self.per!r} is unknown; choose from {', '.join(map(repr, PER))}")
-        if not isinstance(self.normalise, bool):
-            raise ConfigError(f"normalise={self.normalise!r} must be True or False")
-        if self.per == "micro_batch" and self.normalise:
-            raise ConfigError(
-                'a loss per="micro_batch" is a number that the engine cannot divide: a mean over micro-batches would '
-                "depend on how documents are packed; divide it yourself and give normalise=False"
-            )
-        names: object = self.metrics
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f'metrics={names!r} must be a tuple of names, such as ("kl", "clip_fraction")')
-
-    @classmethod
-    def of(cls, loss: Loss | LossFunction) -> Loss:
-        """Return a loss of which a user may have given the function alone."""
-        return loss if isinstance(loss, Loss) else cls(loss)
 
 
 def cross_entropy(scores: Scores, _fields: Fields) -> Tensor:

@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..models import Balance
 from ..optim import Optimizer, within
 from ..sharding import Table
-from .losses import Loss
+from .loss import Loss
 
 READ = ("rank", "node")
 ON_NONFINITE = ("raise", "skip")

@@ -1,0 +1,55 @@
+"""What a term of a loss is about: a token, a document, a group of documents, or a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .losses import LossFunction
+
+PER = ("token", "document", "group", "micro_batch")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function, and what one term of it is about.
+
+    >>> engine = Engine(model, lr=1e-6, loss=Loss(gspo, per="document", metrics=("kl",)))      # doctest: +SKIP
+
+    `per`: "token", a term depends on its token alone. With "document", "group" and "micro_batch" the function is called
+    as `function(scores, fields, docs)` with the whole micro-batch, on any mesh: scores are all-gathered over cp and tp,
+    and `docs` (`LossDocuments`) sums and splits them by document. It returns a term for each document, for each group
+    (`mw.batches(groups=)`), or one number.
+
+    `normalise`: the engine divides by the number of tokens, documents or groups with a label in the whole step (of
+    tokens: by the sum of their weights). With False it does not divide: the function has.
+
+    `metrics`: names of figures. The function then returns `(terms, {name: values})`, with values in the shape of its
+    terms, and `record.metrics` has their mean over the step, or their sum with `normalise=False`.
+    """
+
+    function: LossFunction
+    per: str = "token"
+    normalise: bool = True
+    metrics: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(f"loss={self.function!r} must be a function of scores and fields, such as cross_entropy")
+        if self.per not in PER:
+            raise ConfigError(f"per={self.per!r} is unknown; choose from {', '.join(map(repr, PER))}")
+        if not isinstance(self.normalise, bool):
+            raise ConfigError(f"normalise={self.normalise!r} must be True or False")
+        if self.per == "micro_batch" and self.normalise:
+            raise ConfigError(
+                'a loss per="micro_batch" is a number that the engine cannot divide: a mean over micro-batches would '
+                "depend on how documents are packed; divide it yourself and give normalise=False"
+            )
+        names: object = self.metrics
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f'metrics={names!r} must be a tuple of names, such as ("kl", "clip_fraction")')
+
+    @classmethod
+    def of(cls, loss: Loss | LossFunction) -> Loss:
+        """Return a loss of which a user may have given the function alone."""
+        return loss if isinstance(loss, Loss) else cls(loss)
