@@ -168,12 +168,16 @@ def test_an_inner_mesh_counts_its_own_ranks(five: Any) -> None:
 def side_by_side(sources: Sources, places: Sequence[Sequence[int]], per_machine: str) -> dict[str, Any]:
     """Two meshes at once. The second does more in between, so that nothing keeps them in step."""
     os.environ["LOCAL_WORLD_SIZE"] = per_machine
+    heartbeat.BEAT_S = 0.1
     dist.init_process_group("gloo")
     which = next(i for i, ranks in enumerate(places) if dist.get_rank() in ranks)
     engine = engine_of(sources, PAIRS[which], places[which])
     if which:
         trained(engine_of(sources, PAIRS[which], places[which]))
-    return {**trained(engine), "which": which, "node": list(engine.model.mesh.node)}
+    result = {**trained(engine), "which": which, "node": list(engine.model.mesh.node)}
+    assert heartbeat.position.watch is not None
+    dist.barrier()
+    return {**result, "diagnosis": heartbeat.position.watch.diagnosis()}
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +194,9 @@ def test_two_meshes_train_at_once(
     sources: Sources, two: Any, places: list[list[int]], per_machine: str, nodes: list[list[int]]
 ) -> None:
     results = worlds.run(4, side_by_side, sources, places, per_machine)
+    texts = [{results[rank].pop("diagnosis") for rank in ranks} for ranks in places]
+    assert [len(of_mesh) for of_mesh in texts] == [1, 1], "all ranks of a mesh say the same"
+    assert texts[0] != texts[1], "but not those of the other mesh"
     for ranks, sizes in zip(places, PAIRS, strict=True):
         for inner, global_rank in enumerate(ranks):
             result = results[global_rank]
