@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -311,6 +312,25 @@ def test_a_lost_rank_is_named_by_both_its_ranks(sources: Sources, tmp_path: Path
     assert re.search(words(r"^rank 1 \(global rank 3\): died", r"rank 0 \(global rank 2\)"), said[2])
     assert not re.search(r"global rank [01]\b", said[2])
     assert said[0] == said[1] == "steps 3", "the other mesh goes on"
+
+
+def downloaded(at: Path, log: Path) -> None:
+    """Load by a hub id on ranks 1 and 2, with a hub that notes who calls."""
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        with log.open("a") as out:
+            out.write(f"{dist.get_rank()} {repo_id}\n")
+        return str(at)
+
+    dist.init_process_group("gloo")
+    huggingface_hub.snapshot_download = snapshot_download
+    if dist.get_rank():
+        mw.load("org/tiny", mw.Mesh(fsdp=2, device="cpu", timeout_s=20, ranks=[1, 2]))
+
+
+def test_the_first_rank_of_the_mesh_downloads_first(sources: Sources, tmp_path: Path) -> None:
+    worlds.run(3, downloaded, sources["qwen3"], tmp_path / "log")
+    assert (tmp_path / "log").read_text().splitlines() == ["1 org/tiny", "2 org/tiny"]
 
 
 def leaves() -> int:
