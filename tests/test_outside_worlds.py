@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.mesh import part
+from meshwright.mesh.local_collectives import serves
+from meshwright.parallel import fsdp
 from meshwright.watch import heartbeat
 from tests import tiny, worlds
 from tests.test_lost_ranks import survive
@@ -172,10 +174,17 @@ def side_by_side(sources: Sources, places: Sequence[Sequence[int]], per_machine:
     heartbeat.BEAT_S = 0.1
     dist.init_process_group("gloo")
     which = next(i for i, ranks in enumerate(places) if dist.get_rank() in ranks)
-    engine = engine_of(sources, PAIRS[which], places[which])
+    local: list[bool] = []
+
+    def noted(*args: Any) -> bool:
+        local.append(serves(*args))
+        return local[-1]
+
+    with patch.object(fsdp, "serves", noted):
+        engine = engine_of(sources, PAIRS[which], places[which])
     if which:
         trained(engine_of(sources, PAIRS[which], places[which]))
-    result = {**trained(engine), "which": which, "node": list(engine.model.mesh.node)}
+    result = {**trained(engine), "which": which, "node": list(engine.model.mesh.node), "local": local}
     assert heartbeat.position.watch is not None
     dist.barrier()
     return {**result, "diagnosis": heartbeat.position.watch.diagnosis()}
@@ -202,6 +211,8 @@ def test_two_meshes_train_at_once(
         for inner, global_rank in enumerate(ranks):
             result = results[global_rank]
             assert result.pop("node") == nodes[inner]
+            # The host collectives of FSDP are those of one machine, which a mesh shares with ranks outside of it.
+            assert {*result.pop("local")} == ({per_machine == "4"} if "fsdp" in sizes else set())
             assert PAIRS[result.pop("which")] == sizes
             assert equal(result, two[inner][named(sizes)])
 
@@ -318,6 +329,7 @@ def downloaded(at: Path, log: Path) -> None:
     """Load by a hub id on ranks 1 and 2, with a hub that notes who calls."""
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
+        time.sleep(0.3 if dist.get_rank() == 1 else 0.0)  # a rank that does not wait would be quicker
         with log.open("a") as out:
             out.write(f"{dist.get_rank()} {repo_id}\n")
         return str(at)
