@@ -79,7 +79,7 @@ class Mesh:
         for rank, (other, _) in enumerate(all_meshes):
             if other != own_mesh:
                 raise MeshError(
-                    f"the mesh is {other} on {self.named(rank)}, but {own_mesh} on {self.named(self.rank)}; make "
+                    f"the mesh is {other} on {self._named(rank)}, but {own_mesh} on {self._named(self.rank)}; make "
                     "the same mesh on all"
                 )
 
@@ -306,7 +306,7 @@ class Mesh:
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
             reasons = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
             raise failure or (error or RankError)(
-                next(f"{self.named(rank)} failed in {at}: {why}" for rank, why in reasons if why)
+                next(f"{self._named(rank)} failed in {at}: {why}" for rank, why in reasons if why)
             )
         return rows[:, 1:]
 
@@ -357,7 +357,7 @@ class Mesh:
         """Return the memory that this rank may use. Processes outside of the mesh keep their share of the machine's."""
         return memory_of(self.device, len(self.global_node))
 
-    def named(self, rank: int) -> str:
+    def _named(self, rank: int) -> str:
         """Name a rank in an error: `rank 1`, and its global rank if that differs."""
         return named([rank], self.ranks)
 
@@ -373,4 +373,4 @@ class Mesh:
         return self.axes.num_data_ranks
 
     def __repr__(self) -> str:
-        return f"Mesh({self.axes}, {self.named(self.rank)} of {self.axes.world} on {self.device})"
+        return f"Mesh({self.axes}, {self._named(self.rank)} of {self.axes.world} on {self.device})"
