@@ -62,6 +62,7 @@ def trained(engine: mw.Engine, steps: int = 2) -> dict[str, Any]:
         "numbers": [(record.loss, record.grad_norm, record.num_targets) for record in records],
         "logprobs": mw.logprobs(model, batches[0]),
         "weights": mw.gather(model),
+        "sample": mw.sample(model, [[1, 2, 3], [4]], tokens=2, top_p=0.9),
     }
 
 
