@@ -232,6 +232,7 @@ REFUSED: dict[str, tuple[list[int], dict[str, int], str]] = {
     "too few": ([0, 1], dict(fsdp=3), words("fsdp=3", "3 ranks", "global ranks 0-1", r"\b2\b")),
     "none": ([], dict(), words(r"ranks=\[\]", r"\[2, 3\]")),
     "no numbers": (["0"], dict(), words(r"ranks=\['0'\]", "integers")),  # type: ignore[list-item] # a mistake
+    "no list": (2, dict(fsdp=2), words("ranks=2 are not", r"\[2, 3\]")),  # type: ignore[dict-item] # another one
     "not there": ([0, 7], dict(fsdp=2), words(r"ranks=\[0, 7\]", "no rank 7", "0 to 2")),
     "descending": ([1, 0], dict(fsdp=2), words(r"ranks=\[1, 0\]", r"ranks=\[0, 1\]", "ascend")),
     "twice": ([0, 0], dict(fsdp=2), words(r"ranks=\[0, 0\]", r"ranks=\[0\]", "once")),
