@@ -62,7 +62,7 @@ def _refuse_other_size(axes: Axes, running: int) -> None:
     )
 
 
-def _checked(ranks: Sequence[int], running: int) -> tuple[int, ...]:
+def _checked(ranks: object, running: int) -> tuple[int, ...]:
     """Refuse anything but different ranks of the process group, in ascending order."""
     named = tuple(ranks) if isinstance(ranks, Sequence) else ()
     if not named or any(type(rank) is not int for rank in named):
