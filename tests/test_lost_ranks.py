@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import meshwright as mw
-from meshwright import mesh as mesh_module
 from meshwright.axes import DENSE, Sum
 from meshwright.errors import RankError
+from meshwright.mesh import joining
 from meshwright.verify import local_ranks, run_ranks
 from meshwright.watch import heartbeat
 from meshwright.watch.diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
@@ -100,7 +100,7 @@ def trained(source: Path, mesh: dict[str, int], harm: Callable[[mw.Engine], None
         failed = time.monotonic()
         assert heartbeat.position.watch is not None
         heartbeat.position.watch.leave()
-        mesh_module._leave()
+        joining.leave()
         return Outcome(str(error), repr(error.__cause__), failed - began, time.monotonic() - failed)
     return Outcome("nothing", "", time.monotonic() - began, 0.0)
 
@@ -348,27 +348,32 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "keeper"), [("True", r"the process that started .* on 127\.0\.0\.1"), ("", "rank 0")]
+    ("agent", "ranks", "keeper"),
+    [
+        ("True", (0, 1), r"the process that started .* on 127\.0\.0\.1"),
+        ("", (0, 1), "rank 0"),
+        ("", (1, 2), "global rank 0"),
+    ],
 )
-def test_who_keeps_the_store(agent: str, keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_the_store(agent: str, ranks: tuple[int, ...], keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No torchrun where our own launcher started the ranks."""
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": agent, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    watch = SimpleNamespace(rank=1, size=2, _elsewhere=lambda: "", _ask=lambda result: None)
+    watch = SimpleNamespace(rank=1, ranks=ranks, _elsewhere=lambda: "", _ask=lambda result: None)
     message = heartbeat.Watch.diagnosis(watch)  # type: ignore[arg-type] # a store that does not answer
     assert re.match(f"{keeper}: no answer from the store", message), message
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
 def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = [each for names in mesh_module._RECORDER for each in names]
+    every = [each for names in joining.RECORDER for each in names]
     for each in every:
         monkeypatch.setenv(each, "")  # so that what is set below is taken back
         monkeypatch.delenv(each)
     monkeypatch.setenv(name, "/logs/rank_")
-    assert mesh_module._record(torch.device("cpu")) == ""
+    assert joining.record(torch.device("cpu")) == ""
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
-    message = mesh_module._record(torch.device("cuda", 0))
+    message = joining.record(torch.device("cuda", 0))
     assert "/logs/rank_*" in message
     result = {each: os.environ[each] for each in every if each in os.environ}
     assert result == {name: "/logs/rank_", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -378,9 +383,9 @@ def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(name: str, mon
 def test_a_gpu_with_gloo_is_refused(backends: str, refused: bool) -> None:
     """FSDP2 over gloo reads a device's pointer on the host and ends in a segmentation fault (pytorch#132471)."""
     with patch("torch.distributed.get_backend_config", lambda: backends):
-        mesh_module._refuse_gloo_on(torch.device("cpu"))
+        joining.refuse_gloo_on(torch.device("cpu"))
         with pytest.raises(mw.MeshError, match=f"cuda:0.*NCCL.*{backends}") if refused else contextlib.nullcontext():
-            mesh_module._refuse_gloo_on(torch.device("cuda", 0))
+            joining.refuse_gloo_on(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("state", [RAISED, LEFT])
@@ -392,7 +397,7 @@ def test_a_rank_that_raised_does_not_wait_for_nccl(state: str, monkeypatch: pyte
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ways.append("destroy"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: ways.append("abort"))
     monkeypatch.setattr(heartbeat.position, "now", (state, "a step", 0.0))
-    mesh_module._leave()
+    joining.leave()
     monkeypatch.undo()
     assert ways == ["abort" if state == RAISED else "destroy"]
 

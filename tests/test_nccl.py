@@ -17,9 +17,9 @@ import torch
 
 from bench import nccl
 from meshwright import cli
-from meshwright import mesh as mesh_module
 from meshwright.axes import Axes
 from meshwright.errors import MeshwrightError
+from meshwright.mesh import joining
 from meshwright.verify import Options, plan, session
 from tests import parts
 from tests.lost_on_device import TIMEOUT_S
@@ -44,7 +44,7 @@ def environment_in(rank: int, ranks_per_device: int, monkeypatch: pytest.MonkeyP
     request = plan("tiny-qwen3", Axes(fsdp=4), options, say=lambda _: None)
 
     def make(*, device: str, **_: Any) -> None:
-        made.update(os.environ, device=mesh_module._device(device))
+        made.update(os.environ, device=joining.device_of(device))
 
     of_run_ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_MAX_CTAS": "8"}
     with monkeypatch.context() as patched:

@@ -37,7 +37,7 @@ def stream(
     *,
     format: str = "values",  # noqa: A002 - the word of users
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
+    """Yield (Hugging Face name, whole tensor) one after the other on rank 0 of the mesh, in the source's layout.
 
     All ranks must exhaust the iterator; other ranks get no items. It holds a few tensors (64 MiB) at a time. Weights
     come in the dtype of the source, gradients in float32. Tensors outside the model (`mtp.*`) are left out.

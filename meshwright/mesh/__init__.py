@@ -6,11 +6,8 @@ same code serves one rank and many.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
-import os
-import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError, failure_in
-from ..log import logger
-from ..provenance import untried
-from ..watch import RAISED, Watch, position, waiting_at
+from ..watch import named, names_lost_ranks, waiting_at
 from .collectives import all_gather
 from .hosts import rounds
+from .joining import device_of, from_torchrun, join
 from .memory_limits import Memory, memory_of
+from .part import global_ranks, is_part, new_group, own_store
 
 Made = TypeVar("Made")
 
@@ -37,6 +34,10 @@ class Mesh:
     """The mesh of a run. It joins the process group that torchrun describes; without torchrun, one process.
 
     >>> mesh = Mesh(fsdp=2, tp=2)          # under `torchrun --nproc-per-node 4`   # doctest: +SKIP
+
+    A process group that the program has made is taken. `ranks`: those of its ranks that form the mesh, by default all.
+    Then only they make the mesh, and everything that follows is among them. `mesh.rank` counts from 0 within the mesh;
+    `mesh.ranks[rank]` is the global rank of each.
     """
 
     def __init__(
@@ -50,25 +51,18 @@ class Mesh:
         ep: int = 1,
         device: str | torch.device | None = None,
         timeout_s: float = 600.0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
         if not timeout_s > 0:
             raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
-        world = dist.get_world_size() if dist.is_initialized() else _from_torchrun("WORLD_SIZE", 1)
-        if self.axes.world != world:
-            if self.axes.world == 1:
-                raise MeshError(
-                    f"{world} processes run, but the mesh has one rank; give it {world}: mw.Mesh(fsdp={world})"
-                )
-            raise MeshError(
-                f"the mesh {self.axes} needs {self.axes.world} processes, but {world} run; "
-                f"start it with torchrun --nproc-per-node {self.axes.world}, or choose sizes whose product is {world}"
-            )
-        self.device = _device(device)
+        running = dist.get_world_size() if dist.is_initialized() else from_torchrun("WORLD_SIZE", 1)
+        self.ranks = global_ranks(self.axes, ranks, running)
+        self.device = device_of(device)
         self.host = torch.device("cpu")
         self.timeout = datetime.timedelta(seconds=timeout_s)
-        _join(self.device, self.timeout, eager=self.axes.pp == 1)
-        self.rank = dist.get_rank()
+        join(self.device, self.timeout, self.ranks, eager=self.axes.pp == 1)
+        self.rank = self.ranks.index(dist.get_rank())
         self.coords = self.axes.coords(self.rank)
         # If an error interrupts a pipeline pass: its reason, and its pending transfers. Those must stay referenced:
         # destroying them would break the very connections over which ranks report the error.
@@ -76,6 +70,7 @@ class Mesh:
         self.under_way: object = None
         self._refuse_another()
 
+    @names_lost_ranks()
     def _refuse_another(self) -> None:
         """Refuse meshes that differ between ranks, which would wait for one another in groups that never form."""
         own_mesh = f"{self.axes} on {self.device.type}"
@@ -84,7 +79,8 @@ class Mesh:
         for rank, (other, _) in enumerate(all_meshes):
             if other != own_mesh:
                 raise MeshError(
-                    f"the mesh is {other} on rank {rank}, but {own_mesh} on rank {self.rank}; make the same mesh on all"
+                    f"the mesh is {other} on {self._named(rank)}, but {own_mesh} on {self._named(self.rank)}; make "
+                    "the same mesh on all"
                 )
 
     @cached_property
@@ -101,7 +97,8 @@ class Mesh:
 
     def _device_mesh(self, axes: tuple[str, ...], names: tuple[str, str]) -> DeviceMesh:
         """Return this rank's mesh over `axes`: `[replicate, all others]`, or one-dimensional without replicas."""
-        ranks = torch.tensor(self.axes.group(self.rank, axes)).view(self.axes.replicate, -1)
+        group = self.axes.group(self.rank, axes)
+        ranks = torch.tensor([self.ranks[rank] for rank in group]).view(self.axes.replicate, -1)
         shard = self.process_group(axes[1:])
         if self.axes.replicate == 1:
             return DeviceMesh.from_group(shard, self.device.type, mesh_dim_names=names[1:])
@@ -141,8 +138,13 @@ class Mesh:
         """Make the groups of a partition: every rank makes every group, in the same order; return this rank's.
 
         The default group belongs to the user. His collectives in another thread (torch's async checkpoint has some)
-        would meet ours in another order on each rank.
+        would meet ours in another order on each rank. On a part of its ranks each group is made by its members alone,
+        and for the device of the mesh: the default group may be one of hosts.
         """
+        if is_part(self.ranks):
+            members = next([self.ranks[rank] for rank in ranks] for ranks in parts if self.rank in ranks)
+            with waiting_at(at):
+                return new_group(members, self.timeout, backend or dist.get_default_backend_for_device(self.device))
         own: list[Any] = []
         for ranks in parts:
             with waiting_at(at):
@@ -252,8 +254,8 @@ class Mesh:
         """Return a key-value store that all ranks can read and write without a collective, on a connection of
         its own.
         """
-        store = dist.distributed_c10d._get_default_store()
-        return PrefixStore(prefix, store.clone() if self.axes.world > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
+        store = own_store(self.ranks)
+        return PrefixStore(prefix, store.clone() if dist.get_world_size() > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
     def broadcast_object(self, x: Any) -> Any:
         """Broadcast rank 0's object, pickled, between hosts. What the others pass is ignored.
@@ -279,13 +281,13 @@ class Mesh:
     def send(self, x: Tensor, rank: int, at: str) -> None:
         """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
         with waiting_at(at):
-            dist.send(x, rank, group=self.process_group(DENSE))
+            dist.send(x, group=self.process_group(DENSE), group_dst=rank)
             self.synchronize()
 
     def receive(self, x: Tensor, rank: int, at: str) -> Tensor:
         """Fill `x` with what that rank sends."""
         with waiting_at(at):
-            dist.recv(x, rank, group=self.process_group(DENSE))
+            dist.recv(x, group=self.process_group(DENSE), group_src=rank)
         return x
 
     def all_or_none(
@@ -304,7 +306,7 @@ class Mesh:
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
             reasons = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
             raise failure or (error or RankError)(
-                next(f"rank {rank} failed in {at}: {why}" for rank, why in reasons if why)
+                next(f"{self._named(rank)} failed in {at}: {why}" for rank, why in reasons if why)
             )
         return rows[:, 1:]
 
@@ -333,20 +335,31 @@ class Mesh:
 
     @property
     def node(self) -> range:
-        """Return the ranks of this rank's machine: neighbours, as torchrun numbers them.
+        """Return the ranks of the mesh on this rank's machine: neighbours, as torchrun numbers them.
 
         Without torchrun, all ranks.
         """
-        size = _from_torchrun("LOCAL_WORLD_SIZE", self.axes.world)
-        if self.axes.world % size:
-            raise MeshError(f"{self.axes.world} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
-        first = self.rank - self.rank % size
+        here = self.global_node
+        return range(bisect_left(self.ranks, here.start), bisect_left(self.ranks, here.stop))
+
+    @property
+    def global_node(self) -> range:
+        """Return the global ranks of all processes of this rank's machine, also of those outside of the mesh."""
+        running = dist.get_world_size()
+        size = from_torchrun("LOCAL_WORLD_SIZE", running)
+        if running % size:
+            raise MeshError(f"{running} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
+        first = dist.get_rank() // size * size
         return range(first, first + size)
 
     @property
     def memory(self) -> Memory:
-        """Return the memory that this rank may use."""
-        return memory_of(self.device, len(self.node))
+        """Return the memory that this rank may use. Processes outside of the mesh keep their share of the machine's."""
+        return memory_of(self.device, len(self.global_node))
+
+    def _named(self, rank: int) -> str:
+        """Name a rank in an error: `rank 1`, and its global rank if that differs."""
+        return named([rank], self.ranks)
 
     @property
     def data_rank(self) -> int:
@@ -360,125 +373,4 @@ class Mesh:
         return self.axes.num_data_ranks
 
     def __repr__(self) -> str:
-        return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
-
-
-def _device(wanted: str | torch.device | None) -> torch.device:
-    """Return the device of this rank, by LOCAL_RANK where there are several, or explain why it cannot be used."""
-    if wanted is None:
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(wanted)
-        dist.get_default_backend_for_device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise MeshError(f"device={wanted!r} cannot be used: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise MeshError(f"device={wanted!r}: torch finds no CUDA device; choose device='cpu', or check nvidia-smi")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", _from_torchrun("LOCAL_RANK", 0, least=0))
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise MeshError(
-                f"{device} does not exist: this process sees {torch.cuda.device_count()} devices. LOCAL_RANK chooses "
-                "one; if the launcher shows each process a single device, give device='cuda:0'"
-            )
-        torch.cuda.set_device(device)
-    return device
-
-
-def _from_torchrun(name: str, alone: int, least: int = 1) -> int:
-    """Return a number that torchrun left in the environment; `alone` without torchrun."""
-    text = os.environ.get(name, str(alone))
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    if name == "WORLD_SIZE" and name in os.environ and missing:
-        raise MeshError(f"WORLD_SIZE={text} without {', '.join(missing)}: start with torchrun, or unset WORLD_SIZE")
-    if not text.isdecimal() or int(text) < least:
-        raise MeshError(f"environment variable {name}={text!r} must be a whole number of at least {least}")
-    return int(text)
-
-
-# Settings of torch's flight recorder, each under its current and its older name; what the user has set stays.
-_RECORDER = {
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
-    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): os.path.join(
-        tempfile.gettempdir(), "meshwright_flight_rank_"
-    ),
-}
-
-
-def _record(device: torch.device) -> str:
-    """Turn on torch's flight recorder; return the sentence that says where its dump is once a collective fails."""
-    if device.type == "cpu":
-        return ""
-    *_, path = [_set_unless_known(names, value) for names, value in _RECORDER.items()]
-    return f"What the devices did: {path}*, to be read with torchfrtrace."
-
-
-def _set_unless_known(names: tuple[str, ...], value: str) -> str:
-    """Set a variable unless the user did, under any of its names; return the value that torch will read.
-
-    torch takes the first of the names that is set.
-    """
-    known = [os.environ[name] for name in names if name in os.environ]
-    return known[0] if known else os.environ.setdefault(names[0], value)
-
-
-def _join(device: torch.device, timeout: datetime.timedelta, eager: bool) -> None:
-    """Join or start the process group, and start the heartbeat of this rank.
-
-    `eager`: make NCCL's communicators at once, each split off the first. Otherwise a communicator is made by its first
-    collective, inside of that one's timeout. Not for pipelines: where communicators are eager, torch queues all
-    transfers of a rank on one stream, the sends to one neighbour behind the receives from the other, and stages that
-    send both ways could wait for each other for ever. Lazy communicators have a stream for each pair of ranks.
-    """
-    recorder_note = _record(device)
-    if device.type == "cuda":
-        # Several communicators are in flight at once (FSDP's prefetch, doors of tp and ep). Without an order between
-        # them, two ranks may start them in opposite order and fill their multiprocessors with kernels that wait.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    if not dist.is_initialized():
-        backend = dist.get_default_backend_for_device(device)
-        if "WORLD_SIZE" in os.environ:
-            device_id = device if eager and device.type == "cuda" else None
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-        else:
-            alone = torch._C._distributed_c10d.HashStore()
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
-        atexit.register(_leave)
-        if dist.get_rank() == 0 and (note := untried()):
-            logger.warning("%s", note)
-    _refuse_gloo_on(device)
-    if position.watch is None and dist.get_world_size() > 1:
-        store = dist.distributed_c10d._get_default_store()
-        position.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), recorder_note)
-        atexit.register(
-            position.watch.leave
-        )  # registered later, so it runs before `_leave` and the store still answers
-
-
-def _refuse_gloo_on(device: torch.device) -> None:
-    """Refuse a process group of the caller's that would hand a device's memory to gloo: FSDP2 then ends in a
-    segmentation fault (pytorch#132471).
-    """
-    backends = dist.get_backend_config()
-    if device.type == "cuda" and "cuda:nccl" not in backends:
-        raise MeshError(
-            f"{device} needs NCCL, but the process group that this program started has {backends!r}; start it with "
-            "dist.init_process_group('cpu:gloo,cuda:nccl'), or leave that to mw.Mesh"
-        )
-
-
-def _leave() -> None:
-    """Leave the process group before the interpreter shuts down: gloo's threads would abort a process that exits.
-
-    After an error other ranks may be in the middle of a collective, and NCCL's orderly end would wait for them until
-    the timeout. So a rank that raised aborts.
-    """
-    if not dist.is_initialized():
-        return
-    if position.now[0] == RAISED and "nccl" in dist.get_backend_config():
-        with contextlib.suppress(RuntimeError):  # the process ends either way
-            dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
+        return f"Mesh({self.axes}, {self._named(self.rank)} of {self.axes.world} on {self.device})"

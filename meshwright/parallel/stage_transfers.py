@@ -69,7 +69,7 @@ class StageTransfers:
         x = self.take(step.way, step.stage, step.batch).contiguous()
         self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
-            work = dist.isend(x, self._rank(step.target), group=self._group, tag=_tag(step))
+            work = dist.isend(x, group=self._group, group_dst=step.target, tag=_tag(step))
         assert work is not None, "this rank is a member of the group"
         self._sends.append((work, x))
 
@@ -77,7 +77,7 @@ class StageTransfers:
         """Start receiving a result from the rank of the other stage."""
         x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
-            work = dist.irecv(x, self._rank(step.source), group=self._group, tag=_tag(step))
+            work = dist.irecv(x, group=self._group, group_src=step.source, tag=_tag(step))
         assert work is not None, "this rank is a member of the group"
         self._receives[step.way, step.stage, step.batch] = work
         self.put(step.way, step.stage, step.batch, x)
@@ -91,11 +91,8 @@ class StageTransfers:
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        """Return the group of this pipeline, whose ranks are numbered by their position on the axis pp."""
         return self.mesh.process_group(("pp",))
-
-    def _rank(self, place: int) -> int:
-        """Return the global rank at a position on the axis pp."""
-        return self.mesh.axes.group(self.mesh.rank, ("pp",))[place]
 
 
 def _tag(step: Transfer) -> int:

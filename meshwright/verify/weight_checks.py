@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..axes import DENSE
 from ..engine import Model
 from ..errors import LoadError, StateError
 from ..log import Advance, progress
@@ -97,7 +97,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
             differences.extend(weight_differences(model, names, advance))
     except LoadError as error:  # raised on all ranks below: one that left alone would let the others hang
         failure = f"rank {rank}: {error}"
-    gathered = _everywhere(model, (differences[:_MOST], len(differences), total, failure))
+    gathered = model.mesh.gather_objects((differences[:_MOST], len(differences), total, failure), DENSE)
     failures = [f for _, _, _, f in gathered if f is not None]
     if failures:
         raise LoadError("; ".join(failures[:3]))
@@ -113,13 +113,6 @@ def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
         raise StateError("the model was made by mw.init: it has no files to compare its weights with")
     matches = {*matching(patterns, model.table.params, "only")}
     return [name for name in model.pieces if name in matches]
-
-
-def _everywhere(model: Model, local: Any) -> list[Any]:
-    """All-gather Python objects over all ranks."""
-    gathered: list[Any] = [None] * model.mesh.axes.world
-    dist.all_gather_object(gathered, local)
-    return gathered
 
 
 def weight_differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:

@@ -6,7 +6,7 @@ which are elsewhere, dead, stopped, or never joined.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -58,7 +58,7 @@ _FIXES = {
 }
 
 
-# Heartbeats by rank; None for one that never joined.
+# Heartbeats of all ranks of a mesh by global rank; None for one that never joined.
 Heartbeats = Mapping[int, Heartbeat | None]
 
 
@@ -68,13 +68,13 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
     for rank, seen in after.items():
         fate = _fate_of(before[rank], seen, home)
         by_fate.setdefault((fate, _place(fate, seen)), []).append(rank)
-    order, now = list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
+    mesh, order, now = tuple(after), list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
     # The worst fate first; within one, the smallest group, which is the odd one out.
     fates = sorted(by_fate.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
     sentences = []
     for (fate, place), ranks in fates[:_MOST]:
         beats = [seen for rank in ranks if (seen := after[rank])]
-        sentences.append(f"{named(ranks)}: {fate}{place}{_since(fate, beats, now)}.")
+        sentences.append(f"{named_in(mesh, ranks)}: {fate}{place}{_since(fate, beats, now)}.")
     if len(fates) > _MOST:
         sentences.append(f"{sum(len(ranks) for _, ranks in fates[_MOST:])} ranks elsewhere.")
     return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_FIXES[fates[0][0][0]]}"
@@ -125,8 +125,22 @@ def _since(fate: str, beats: list[Heartbeat], now: float) -> str:
     return f", {max(now - seen.beat for seen in beats):.0f} s ago"
 
 
-def named(ranks: list[int]) -> str:
-    """Format ranks as `rank 3` or `ranks 0-2, 7`."""
+def named(ranks: Sequence[int], mesh: Sequence[int] | None = None) -> str:
+    """Format ranks as `rank 3` or `ranks 0-2, 7`, and in parentheses their global ranks if those differ.
+
+    `mesh`: the global rank of each rank of a mesh on a part of the ranks.
+    """
+    several, others = "s" if len(ranks) > 1 else "", [rank if mesh is None else mesh[rank] for rank in ranks]
+    inside = f"rank{several} {spans(ranks)}"
+    return inside if others == list(ranks) else f"{inside} (global rank{several} {spans(others)})"
+
+
+def named_in(mesh: Sequence[int], ranks: Sequence[int]) -> str:
+    """Format global ranks by their places in a mesh, as `named` does."""
+    return named([mesh.index(rank) for rank in ranks], mesh)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Format ascending numbers as `0-2, 7`."""
     runs = [[r for _, r in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ..errors import RankError
 from ..log import logger
 from .deferred_signals import deferred_signal
-from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
+from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named_in
 from .trace_regions import region, trace
 
 BEAT_S = 1.0
@@ -210,14 +210,15 @@ class Watch:
     """The thread that writes this rank's heartbeat, until `leave`.
 
     With `loud` it also logs a diagnosis shortly before the timeout: on a GPU torch's watchdog then ends the process,
-    and Python never sees an error.
+    and Python never sees an error. `rank` is this process's global rank, `ranks` are those of its mesh, and `store` is
+    the mesh's own: another mesh of the same run writes other heartbeats.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, loud: str) -> None:
         # A separate connection: a store serves one request at a time, and another thread may be blocked in one.
         self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
         self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
-        self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
+        self.rank, self.ranks, self.timeout_s, self.loud = rank, tuple(ranks), timeout_s, loud
         self._over = threading.Event()
         position.now = (WORKS, "after joining the run", time.monotonic())
         # The first heartbeat is written at once: a rank that never joined is then one without any.
@@ -232,7 +233,7 @@ class Watch:
     def _beat(self) -> None:
         """Write heartbeats until the run is over or the store is gone."""
         try:
-            while not self._over.wait(_every_s(self.size)):
+            while not self._over.wait(_every_s(len(self.ranks))):
                 self.tell()
                 # Only inside a guarded call: between calls, user code may take as long as it likes.
                 if self.loud and position.inside and time.monotonic() - position.now[2] > _loud_after_s(self.timeout_s):
@@ -262,14 +263,14 @@ class Watch:
         It asks the store in a thread, because a store whose process is stopped never answers.
         """
         answers = [
-            f"{_keeper()}: no answer from the store of the run, which it keeps; it died, is stopped, or cannot be "
-            f"reached. {self._elsewhere()}rank {self.rank}: {heartbeat()}. "
+            f"{_keeper(self.ranks)}: no answer from the store of the run, which it keeps; it died, is stopped, or "
+            f"cannot be reached. {self._elsewhere()}{named_in(self.ranks, [self.rank])}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
         # The daemon thread may hang with the store; the rank must not.
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)
         asking.start()
-        asking.join(2 * _patience_s(self.size) + _STORE_S)
+        asking.join(2 * _patience_s(len(self.ranks)) + _STORE_S)
         return answers[-1]
 
     def _elsewhere(self) -> str:
@@ -277,10 +278,10 @@ class Watch:
 
         torchrun numbers the ranks of a machine consecutively.
         """
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks[-1] + 1))
         first = self.rank - self.rank % local
-        others = [rank for rank in range(self.size) if not first <= rank < first + local]
-        return f"Lost or out of reach: {named(others)}, on other machines. " if others else ""
+        others = [rank for rank in self.ranks if not first <= rank < first + local]
+        return f"Lost or out of reach: {named_in(self.ranks, others)}, on other machines. " if others else ""
 
     def _ask(self, answers: list[str]) -> None:
         """Append the diagnosis: that of the first rank to ask, which all others wait for."""
@@ -288,13 +289,13 @@ class Watch:
             self.tell()
             # `add` is atomic: exactly one rank makes the diagnosis, so that all report the same.
             first = self.store.add("diagnosing", 1) == 1
-            patience = time.monotonic() + 1.5 * _patience_s(self.size)
+            patience = time.monotonic() + 1.5 * _patience_s(len(self.ranks))
             while not first and time.monotonic() < patience:  # not `store.wait`, which would block our own heartbeats
                 if self.store.check(["diagnosis"]):
                     answers.append(self.store.get("diagnosis").decode())
                     return
-                time.sleep(_every_s(self.size) / 5)
-            answers.append(look_twice(self.store, range(self.size), self.timeout_s))
+                time.sleep(_every_s(len(self.ranks)) / 5)
+            answers.append(look_twice(self.store, self.ranks, self.timeout_s))
             self.store.set("diagnosis", answers[-1])
 
 
@@ -303,14 +304,14 @@ def _loud_after_s(timeout_s: float) -> float:
     return timeout_s - min(10.0, timeout_s / 10)
 
 
-def _keeper() -> str:
-    """Name the process that keeps the store of the run."""
+def _keeper(ranks: Sequence[int]) -> str:
+    """Name the process that keeps the store of the run, to a mesh of these global ranks."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return "rank 0"
+        return named_in(ranks, [0]) if ranks[0] == 0 else "global rank 0"
     return f"the process that started the ranks (torchrun or meshwright) on {os.environ['MASTER_ADDR']}"
 
 
-def look_twice(store: Store, ranks: range, timeout_s: float) -> str:
+def look_twice(store: Store, ranks: Sequence[int], timeout_s: float) -> str:
     """Compare two readings of the heartbeats: a rank whose heartbeat did not move is not alive."""
     before = heartbeats(store, ranks)
     time.sleep(_patience_s(len(ranks)))
@@ -327,7 +328,7 @@ def _patience_s(size: int) -> float:
     return 2.5 * _every_s(size)
 
 
-def heartbeats(store: Store, ranks: range) -> Heartbeats:
+def heartbeats(store: Store, ranks: Sequence[int]) -> Heartbeats:
     """Read the heartbeats of these ranks; None for those that never joined."""
     keys = [str(rank) for rank in ranks]
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]

@@ -51,12 +51,12 @@ def is_hub_id(source: str) -> bool:
 
 
 def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
-    """Download on local rank 0 first, then on the others, which find everything in the cache.
+    """Download on the first rank of each machine, then on the others, which find everything in the cache.
 
     All ranks learn of a failure, so none waits for files that will not come.
     """
-    first, fetch = os.environ.get("LOCAL_RANK", "0") == "0", functools.partial(download, hub_id, weights)
-    # Two rounds: local rank 0 downloads, then the others call the same function and hit the cache.
+    first, fetch = mesh.rank == mesh.node[0], functools.partial(download, hub_id, weights)
+    # Two rounds: the first rank downloads, then the others call the same function and hit the cache.
     paths = [
         mesh.together(fetch if is_turn else Path, f"the download of {hub_id}", LoadError, "nothing was loaded")
         for is_turn in (first, not first)
