@@ -56,6 +56,7 @@ from .optimizer_state import (
     take_planes,
 )
 from .router import Router, refuse_pooled
+from .sleep import OPTIMIZER, WEIGHTS, put_to_sleep, wake_up
 from .step_results import Results, StepRecord, loss_sum, norm_sum, norms_if_applied
 from .validation import (
     check_complete,
@@ -267,6 +268,17 @@ class Engine:
         shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), self.want, term))
         return self._reduced_shares(shares)[0]
 
+    def sleep(self, *, weights: bool = True, optimizer: bool = True) -> int:
+        """Move weights, and optimizer state with waiting gradients, to host memory until `wake`. Return how many bytes
+        of this rank's device were freed. With `weights=False` scoring and streaming still work."""
+        wanted = {WEIGHTS: weights, OPTIMIZER: optimizer}
+        return put_to_sleep(self.model, wanted, self.optimizer, self.settle_saving)
+
+    def wake(self, *, weights: bool = True, optimizer: bool = True) -> int:
+        """Move it back to the device, bit for bit, and return its bytes there. If a rank lacks memory, all raise
+        `StateError` and nothing wakes: free some memory, and call it again."""
+        return wake_up(self.model, {WEIGHTS: weights, OPTIMIZER: optimizer})
+
     def wait(self) -> None:
         """Wait until an asynchronous save is complete. Raise if it failed."""
         if self.saving is not None:
@@ -307,6 +319,8 @@ class Engine:
 
         Whole tensors of the same names and shapes are accepted too.
         """
+
+        self.model.calls.asleep.check()
 
         def take() -> None:
             own = self.state_dict()
@@ -435,6 +449,7 @@ class Engine:
     def _pending(self) -> Step:
         """Return the step whose gradients wait for an update. Refuse gradients of another engine."""
         check_inference_mode()
+        self.model.calls.asleep.check()
         self.model.check_whole()
         step = self.model.calls.pending
         if not isinstance(step, Step) or step.owner is not self:

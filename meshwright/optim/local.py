@@ -57,7 +57,12 @@ class LocalOptimizer:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of state that exists on this rank, scales included."""
-        return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all state that exists on this rank, scales included, by a name for errors."""
+        return {f"{name} ({at})": each for name, state in self.state.items() for at, each in enumerate(state)}
 
     def by_name(self, state: State) -> dict[str, dict[str, Tensor]]:
         """Return state by the name of each tensor, and then by parameter."""
