@@ -68,7 +68,8 @@ CASES = [
         Case("pp, zero-bubble", mesh=PP, model=dict(pipeline=mw.Pipeline(schedule="zero-bubble"))),
         Case("replicas", mesh=dict(replicate=2), memory=dict(sum_once=True)),
         Case("experts of qwen3_5_moe", "qwen3_5_moe", EXPERTS),
-        Case("experts in bfloat16, frozen in 4 bits", "qwen3_moe", EXPERTS, None, dict(lora=LORA, frozen="nf4")),
+        Case("experts in bfloat16, frozen in 4 bits", "wide experts", EXPERTS, None, dict(lora=LORA, frozen="nf4")),
+        Case("FP8 matmuls", "blocks", FSDP, F32, dict(fp8="block")),
         Case("n-grams", "qwen4_exp", FSDP, F32),
         Case("context", "qwen3_5", dict(cp=2)),
         Case("fsdp x tp", "qwen3_moe", dict(fsdp=2, tp=2, ep=2), F32, memory=dict(gather_once=True)),
@@ -88,6 +89,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return quantised.directory(of("qwen3"), at / name, quantised.FORMATS["bfloat16"])
         if name == "wide":  # a block of 256 columns, and more
             return tiny.directory(at / name, "qwen3", dtype=BF16, intermediate_size=320, hidden_size=64)
+        if name == "wide experts":
+            return tiny.directory(at / name, "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+        if name == "blocks":
+            return tiny.directory(at / name, "qwen3", **tiny.in_blocks("qwen3"))
         few: dict[str, Any] = dict(num_hidden_layers=2, mlp_only_layers=[1]) if name == "qwen3_moe" else {}
         return tiny.directory(at / name, name, **few)
 
@@ -268,6 +273,7 @@ def refused(source: Path, at: Path) -> dict[str, dict[str, str]]:
     batches = trials.feed(engine, num=1)
     engine.step(batches)
     mw.save(engine, at / "saved")
+    engine.backward(batches)
     errors = {}
     engine.sleep()
     calls = {**NEED_ALL, **NEED_WEIGHTS}
@@ -277,8 +283,7 @@ def refused(source: Path, at: Path) -> dict[str, dict[str, str]]:
         name: trials.error_of(lambda act=act: act(engine, batches, at)) for name, act in calls.items()
     }
     engine.wake()
-    engine.step(batches)
-    mw.gather(engine.model)
+    engine.update()
     return errors
 
 
