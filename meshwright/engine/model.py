@@ -26,7 +26,6 @@ from ..log import logger
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Quantisable, without_adapters
-from ..ops import Grid
 from ..ops.codings import Coding
 from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
@@ -238,13 +237,11 @@ class Model:
 
     def values(self) -> Values:
         """Return the local values of every parameter. Codes are dequantised on each access, one at a time."""
-        stored, grids = self.stored(), self.grids()
+        stored = self.stored()
         # A module holds the scales of the whole matrix that FSDP gathers; this rank stores only some of its rows.
-        return Values(stored, {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()})
-
-    def grids(self) -> dict[str, Grid]:
-        """Return the scales of the parameters that are stored as codes, as the modules of this rank hold them."""
-        return {name: holder.grids[last] for name, holder, last in self._quantised_holders()}
+        grids = {name: holder.grids[last] for name, holder, last in self._quantised_holders()}
+        local = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
+        return Values(stored, local)
 
     def _quantised_holders(self) -> Iterator[tuple[str, Quantisable, str]]:
         """Yield the parameters of this rank that are stored as codes, each with its module and attribute."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..log import logger
-from ..ops.host_memory import HostCopy
+from ..models import Quantisable
+from ..ops.host_memory import HostCopy, release_cached_memory
 from ..optim import LocalOptimizer
 from ..watch import doing, names_lost_ranks
 from .agreement import Proposal, agree
@@ -51,7 +52,7 @@ def put_to_sleep(
     for part, of_part in copies.items():
         model.calls.asleep.add(part, of_part)
         of_part.free()
-    mesh.release_cached_memory()
+    release_cached_memory(mesh.device)
     num_bytes = sum(copy.num_bytes for copy in copies.values())
     if model.recipe.memory.offload and not mesh.rank:
         logger.info("offload=True keeps what sleeps in host memory anyway: sleep freed %s bytes", f"{num_bytes:,}")
@@ -79,7 +80,7 @@ def wake_up(model: Model, wanted: Mapping[str, bool]) -> int:
         mesh.synchronize()
         for copy in copies:
             copy.free()
-        mesh.release_cached_memory()
+        release_cached_memory(mesh.device)
         raise
     for part in parts:
         asleep.copies.pop(part, None)
@@ -104,14 +105,22 @@ def _to_be_freed(
     the state of another engine's optimizer."""
     asleep, tensors_of = model.calls.asleep, dict[str, dict[str, Tensor]]()
     if wanted.get(WEIGHTS) and WEIGHTS not in asleep:
-        grids = [(name, *(grid.scales, grid.rows, grid.columns)) for name, grid in model.grids().items()]
-        scales = {f"the scales of {name} ({at})": t for name, *tensors in grids for at, t in enumerate(tensors)}
-        tensors_of[WEIGHTS] = {**model.to_update(), **scales}
+        tensors_of[WEIGHTS] = {**model.to_update(), **_scales(model)}
     if wanted.get(OPTIMIZER) and optimizer is not None:
         state = {f"the optimizer state of {name}": tensor for name, tensor in optimizer.tensors.items()}
         grads = {} if OPTIMIZER in asleep else model.grads()
         tensors_of[OPTIMIZER] = {**state, **{f"the gradient of {name}": grad for name, grad in grads.items()}}
     return {part: _on_device(model, tensors) for part, tensors in tensors_of.items()}
+
+
+def _scales(model: Model) -> dict[str, Tensor]:
+    """Return what dequantises the frozen parameters that are stored as codes."""
+    modules = [(name, module) for part in model.parts for name, module in part.named_modules()]
+    return {
+        f"the {each} of {name}.{last}": tensor
+        for name, module in modules if isinstance(module, Quantisable) for last, grid in module.grids.items()
+        for each, tensor in (("scales", grid.scales), ("rows", grid.rows), ("columns", grid.columns))
+    }  # fmt: skip
 
 
 def _on_device(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -325,11 +325,6 @@ class Mesh:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
-    def release_cached_memory(self) -> None:
-        """Return freed memory from torch's cache to the device, where other processes can take it."""
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
-
     def token_range(self, num_tokens: int) -> tuple[int, int]:
         """Return which tokens of its data rank's stream this rank works on: a contiguous part, ordered by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)

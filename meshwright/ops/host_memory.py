@@ -104,5 +104,11 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Return freed memory from torch's cache to the device, where other processes can take it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
