@@ -80,7 +80,16 @@ CASES = [
     ] if parts.ALL else []),
 ]  # fmt: skip
 NOISE = 1000  # bytes of results of collectives, and of counters, which come and go
-COUNTED = ("one, bfloat16, 8-bit state", "fsdp, adapters", "fsdp, frozen in 8 bits", "tp", "pp", "experts")
+COUNTED = (
+    "one, bfloat16, 8-bit state",
+    "fsdp, adapters",
+    "fsdp, frozen in 8 bits",
+    "fsdp, gathered once",
+    "fsdp, kept gathered",
+    "tp",
+    "pp",
+    "experts",
+)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +240,7 @@ def remaining(source: Path, case: Case) -> tuple[int, int, int]:
     before_loading = all_bytes()
     engine = engine_of(source, case)
     engine.step(trials.feed(engine, num=1))
+    engine.backward(trials.feed(engine, num=2))
     before = all_bytes()
     freed = engine.sleep()
     asleep = all_bytes()
@@ -245,7 +255,7 @@ def test_no_other_memory_stays(sources: Callable[[str], Path], name: str) -> Non
     case = next(case for case in CASES if case.name == name)
     for freed, lost, stays in worlds.run(trials.world_of(dict(case.mesh)), remaining, sources(case.source), case):
         assert abs(freed - lost) < NOISE < freed / 10
-        assert stays < freed / 4, (freed, stays)
+        assert stays < freed / 10, (freed, stays)
 
 
 Act = Callable[[mw.Engine, list[mw.Batch], Path], Any]
