@@ -35,7 +35,8 @@ OTHERS = {
         "data.packing_plan.WINDOW", "weights.bitsandbytes.NESTED_BLOCK",
         "engine.vision_sync._BITS", "weights.source._LOOKS", "weights.source._LOOK",
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
-        "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP",
+        "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP", "ops.host_memory._ALIGNED",
+        "ops.host_memory._WRITABLE",
     },
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",

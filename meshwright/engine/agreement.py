@@ -130,11 +130,12 @@ def agreement_name(call: str) -> str:
 
 
 def agree(
-    model: Model, call: str, propose: Callable[[], Proposal], axes: tuple[str, ...] = DENSE
+    model: Model, call: str, propose: Callable[[], Proposal], axes: tuple[str, ...] = DENSE, *, asleep: bool = False
 ) -> tuple[Proposal, GatheredData]:
     """Return this rank's proposal, and the data of each rank of `axes`.
 
-    If `propose` raises on any rank, or ranks are about to make different calls, every rank raises.
+    If `propose` raises on any rank, or ranks are about to make different calls, every rank raises. `asleep`: the call
+    needs no weights, which may be asleep.
     """
     check_is_model(model)
     _check_outside_loss(model, call)
@@ -143,6 +144,8 @@ def agree(
         # Checks that can fail on one rank alone belong into this function: `compare` reports their errors to all ranks.
         check_inference_mode()
         check_autocast(model.mesh.device.type)
+        if not asleep:
+            model.calls.asleep.check_weights()
         model.check_whole()
         model.low.check()
         proposal = propose()
@@ -205,10 +208,12 @@ def _check_outside_loss(model: Model, call: str) -> None:
 
 
 def check_ready(model: Model, trained: Sequence[str]) -> None:
-    """Refuse a step while gradients wait for `update`, or after `requires_grad` was changed by hand.
+    """Refuse a step while anything is asleep or gradients wait for `update`, or after `requires_grad` was changed by
+    hand.
 
     Optimizer state, the bill and the order of backward were decided for the parameters that `train=` named.
     """
+    model.calls.asleep.check()
     if model.calls.pending is not None or model.grads():
         raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
     changed = {*model.trainable} ^ ({*trained} & {*model.pieces})

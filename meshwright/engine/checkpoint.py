@@ -241,6 +241,7 @@ def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str
     doing(f"resuming from {path}")
 
     def prepare() -> tuple[None, Mapping[str, object], Data]:
+        model.calls.asleep.check()
         engine.settle_saving(wait=True)
         return None, {**identity(model), "directory": str(path), "new_config": str(sorted(new_config))}, Data()
 

@@ -26,7 +26,7 @@ from ..data import Batch
 from ..errors import ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
 from ..models import Want
-from ..optim import AdamW, Clip, LocalOptimizer, Optimizer, WholeMatrices, squares
+from ..optim import AdamW, LocalOptimizer, Optimizer, WholeMatrices
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
 from ..watch import doing, names_lost_ranks, region
@@ -43,6 +43,7 @@ from .agreement import (
     whole_step,
 )
 from .engine_state import state_of, take_state
+from .gradient_norms import GradientNorms
 from .loss import Loss
 from .loss_terms import Terms
 from .losses import LossFunction, cross_entropy
@@ -50,7 +51,8 @@ from .model import Model
 from .mtp import MtpTraining, unreached_embedding
 from .optimizer_state import StateDict, state_layout
 from .router import Router, refuse_pooled
-from .step_results import Results, StepRecord, loss_sum, norm_sum, norms_if_applied, results_of
+from .sleep import OPTIMIZER, WEIGHTS, put_to_sleep, wake_up
+from .step_results import Results, StepRecord, loss_sum, norms_if_applied, results_of
 from .validation import (
     check_complete,
     check_engine,
@@ -118,6 +120,7 @@ class Engine:
         matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
         by_rows = {p.name for p in model.table if p.by_rows}
         self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices, by_rows)
+        self._norms = GradientNorms(model, frozenset() if self.mtp is None else self.mtp.apart)
         self._terms, self.trained = Terms(model, self.want), model.trained
         self._metrics_M = torch.zeros(0)  # of the micro-batch whose loss was computed last, before they are divided
         # The copy of the embedding on a last stage that only looks tokens up for a detached MTP head has no gradient of
@@ -157,7 +160,7 @@ class Engine:
         with self._discards_on_error():
             with region("forward and backward"):
                 reduced, grads = self._reduce_shares(self._backward(batches, step)), self.model.grads()
-                on_device = [reduced, self._norms(grads), self.router.load_LE]
+                on_device = [reduced, self._norms.reduced(grads), self.router.load_LE]
 
             waited = functools.cache(lambda: self._waited(on_device, results))
             norms = lambda: norms_if_applied(reduced, on_device[1], self._num_metrics)  # noqa: E731 - short
@@ -243,7 +246,7 @@ class Engine:
         """
         step, grads = self._pending(), self.model.grads()
         check_complete(grads, self.model.trainable)
-        norms: list[float] = self.model.mesh.to_host([self._norms(grads)])[0].tolist()
+        norms = self._norms.on_host(grads)
         if reason := replace(step.results, norms=norms).nonfinite(self.steps):
             self.discard()
             if self.on_nonfinite == "raise":
@@ -265,10 +268,10 @@ class Engine:
         changed.
         """
         stored, max_norm = self.model.to_update(), math.inf if step.max_norm is None else step.max_norm
-        clip = self._clip(on_device(), max_norm, finite) if self.optimizer.fuses(stored, grads) else None
+        clip = self._norms.clip(on_device(), max_norm, finite) if self.optimizer.fuses(stored, grads) else None
         norms = [] if clip is not None else finite()  # before the mark, and before anything is changed
         with region("update"), self._marked_half_updated():
-            for norm, group in zip(norms, self._clipped_together(grads), strict=False):
+            for norm, group in zip(norms, self._norms.groups(grads), strict=False):
                 if group and norm > max_norm:  # a pipeline stage may have no gradients
                     torch._foreach_mul_([*group.values()], max_norm / norm)
             self.optimizer.step(stored, grads, step.lr, clip)
@@ -278,20 +281,6 @@ class Engine:
             self.steps += 1
             self.tokens += step.num_tokens
         doing(f"step {self.steps - 1} done")
-
-    def _clip(self, norms: Tensor, max_norm: float, finite: Callable[[], object]) -> Clip:
-        """Return the clipping of a fused update."""
-        return Clip(norms[0], max_norm, finite, dict.fromkeys(self._apart, norms[-1]))
-
-    @property
-    def _apart(self) -> frozenset[str]:
-        """Return the parameters whose gradients have a norm of their own."""
-        return frozenset() if self.mtp is None else self.mtp.apart
-
-    def _clipped_together(self, grads: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return gradients in the groups that have a norm."""
-        trunk = {name: grad for name, grad in grads.items() if name not in self._apart}
-        return [trunk, {name: grads[name] for name in grads if name in self._apart}] if self._apart else [trunk]
 
     @names_lost_ranks()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -305,24 +294,38 @@ class Engine:
         shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), want, term))
         return self._reduced_shares(shares)[0]
 
+    def sleep(self, *, weights: bool = True, optimizer: bool = True) -> int:
+        """Move weights, and optimizer state with waiting gradients, to host memory until `wake`. Return how many bytes
+        of this rank's device were freed. With `weights=False` scoring and streaming still work."""
+        wanted = {WEIGHTS: weights, OPTIMIZER: optimizer}
+        return put_to_sleep(self.model, wanted, self.optimizer, self.settle_saving)
+
+    def wake(self, *, weights: bool = True, optimizer: bool = True) -> int:
+        """Move it back to the device, bit for bit, and return its bytes there. If a rank lacks memory, all raise
+        `StateError` and nothing wakes: free some memory, and call it again."""
+        return wake_up(self.model, {WEIGHTS: weights, OPTIMIZER: optimizer})
+
     def wait(self) -> None:
         """Wait until an asynchronous save is complete. Raise if it failed."""
-        if self.saving is not None:
-            self.saving.wait()
-            failure, self.saving = self.saving.failure, None
-            if failure is not None:
-                raise failure
+        if (failure := self._failed_save(wait=True)) is not None:
+            raise failure
 
     def settle_saving(self, *, wait: bool = False) -> None:
         """Raise on rank 0 if an asynchronous save has failed; `wait`: wait for it first.
 
         It runs inside of an agreement, which raises on the other ranks too.
         """
-        if self.saving is not None and (wait or not self.saving.is_running):
-            self.saving.wait()
-            failure, self.saving = self.saving.failure, None
-            if failure is not None and not self.model.mesh.rank:
-                raise failure
+        failure = self._failed_save(wait)
+        if failure is not None and not self.model.mesh.rank:
+            raise failure
+
+    def _failed_save(self, wait: bool) -> BaseException | None:
+        """Return what ended an asynchronous save, once; None while it runs, and if it is complete."""
+        if self.saving is None or (self.saving.is_running and not wait):
+            return None
+        self.saving.wait()
+        failure, self.saving = self.saving.failure, None
+        return failure
 
     def state_dict(self) -> StateDict:
         """Return weights, optimizer state and counters by the names of the files, for `torch.distributed.checkpoint`.
@@ -356,14 +359,7 @@ class Engine:
 
     def norms(self, grads: Mapping[str, Tensor]) -> list[float]:
         """Return the norms by which gradients are clipped: one, and with mtp="head" another of the MTP head."""
-        (norms,) = self.model.mesh.to_host([self._norms(grads)])
-        numbers: list[float] = norms.tolist()
-        return numbers
-
-    def _norms(self, grads: Mapping[str, Tensor]) -> Tensor:
-        mesh, groups = self.model.mesh, self._clipped_together(grads)
-        sums = torch.stack([squares(group, self.model.owned, mesh.device) for group in groups])
-        return mesh.all_reduce_(sums, norm_sum(self.model.recipe)).sqrt()
+        return self._norms.on_host(grads)
 
     def _finish(self, step: Step) -> None:
         """Reduce gradients over the axes that FSDP leaves out, such as tp for norms. Do so once a step: a second
@@ -438,7 +434,7 @@ class Engine:
 
     def _settings(self) -> dict[str, object]:
         """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
-        loss = Loss.of(self.loss)
+        loss, _kernel = Loss.of(self.loss), self.optimizer.has_kernel(self.model.mesh.device)
         function = loss.function if inspect.isroutine(loss.function) else type(loss.function)
         return {
             "the step": self.steps,
@@ -448,21 +444,15 @@ class Engine:
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,
             "the score that the loss gets": self.want,
-            "the optimizer's kernel (a warning says why a rank has none)": self._has_kernel,
+            "the optimizer's kernel (a warning says why a rank has none)": self.optimizer.has_kernel(
+                self.model.mesh.device
+            ),
         }
-
-    @functools.cached_property
-    def _has_kernel(self) -> bool:
-        """Tell whether the optimizer's fused update works on this rank's device.
-
-        Ranks compare it: copies of a parameter would drift apart if one rank updated its copy by the formula.
-        """
-        piece = torch.zeros(16, device=self.model.mesh.device, dtype=torch.float32)
-        return self.optimizer.options.fuses(piece, piece)
 
     def _pending(self) -> Step:
         """Return the step whose gradients wait for an update. Refuse gradients of another engine."""
         check_inference_mode()
+        self.model.calls.asleep.check()
         self.model.check_whole()
         step = self.model.calls.pending
         if not isinstance(step, Step) or step.owner is not self:

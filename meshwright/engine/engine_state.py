@@ -30,6 +30,7 @@ def state_of(engine: Engine) -> StateDict:
 
 def take_state(engine: Engine, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Continue from a state dict. All ranks call it, and all raise if one cannot."""
+    engine.model.calls.asleep.check()
 
     def take() -> None:
         own = state_of(engine)

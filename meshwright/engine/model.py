@@ -70,6 +70,7 @@ from ..weights import (
     read_stamped_config,
     rows_of,
 )
+from .asleep import WEIGHTS, Asleep
 from .gradient_start import begun_backward
 from .loading_checks import log_left_wide, log_mtp, refuse_training_read_only
 from .validation import check_loading, check_unquantised, show_fields_in_help
@@ -85,6 +86,7 @@ class CallState:
     in_loss: bool = False  # true while the user's loss runs, which must not call its own model
     # Codes as loaded, each with the version counter of its tensor, which torch raises with every in-place write.
     loaded: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    asleep: Asleep = field(default_factory=Asleep)
 
 
 @dataclass(eq=False)
@@ -230,6 +232,7 @@ class Model:
     def to_update(self) -> dict[str, Tensor]:
         """Return what `stored` returns, not detached, for a caller that writes under no_grad: detaching thousands of
         tensors takes the host longer than updating them."""
+        self.calls.asleep.check_weights()
         return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
     def values(self) -> Values:
@@ -249,6 +252,7 @@ class Model:
 
     def grads(self) -> dict[str, Tensor]:
         """Return the local tensor of every gradient that exists."""
+        self.calls.asleep.check_gradients()
         grads = {name: p.grad for name, p in self._parameters().items() if p.requires_grad}
         return {name: parallel.local(grad) for name, grad in grads.items() if grad is not None}
 
@@ -258,6 +262,18 @@ class Model:
         for parameter in self._parameters().values():
             parameter.grad = None
         self.calls.pending = None
+
+    def sleep(self) -> int:
+        """Move the weights to host memory, as `Engine.sleep` does. Return how many bytes of the device were freed."""
+        from .sleep import put_to_sleep  # which imports this module
+
+        return put_to_sleep(self, {WEIGHTS: True})
+
+    def wake(self) -> int:
+        """Move the weights back to the device. Return how many bytes they take there."""
+        from .sleep import wake_up
+
+        return wake_up(self, {WEIGHTS: True})
 
     def need(self, optimizer: Optimizer = AdamW()) -> Need:
         """Return the memory that training takes on this mesh, by rank."""

@@ -49,6 +49,7 @@ class LocalOptimizer:
         self.matrices = matrices  # of an optimizer that needs whole ones
         self.by_rows = by_rows  # tables whose rows are updated only where they have a gradient
         self.state: State = {}  # created by the first step: until then it takes no memory
+        self._has_kernel: dict[torch.device, bool] = {}
         # The slices of a step are computed once, and again only if a step updates other parameters than the last one:
         # Python loops over thousands of parameters would delay every step.
         self._updated: list[str] = []
@@ -57,7 +58,12 @@ class LocalOptimizer:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of state that exists on this rank, scales included."""
-        return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all state that exists on this rank, scales included, by a name for errors."""
+        return {f"{name} ({at})": each for name, state in self.state.items() for at, each in enumerate(state)}
 
     def by_name(self, state: State) -> dict[str, dict[str, Tensor]]:
         """Return state by the name of each tensor, and then by parameter."""
@@ -93,6 +99,16 @@ class LocalOptimizer:
             return False
         pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in dense.items())
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
+
+    def has_kernel(self, device: torch.device) -> bool:
+        """Tell whether the fused update works on a device.
+
+        Ranks compare it: copies of a parameter would drift apart if one rank updated its copy by the formula.
+        """
+        if device not in self._has_kernel:
+            piece = torch.zeros(16, device=device, dtype=torch.float32)
+            self._has_kernel[device] = self.options.fuses(piece, piece)
+        return self._has_kernel[device]
 
     @torch.no_grad()
     def step(

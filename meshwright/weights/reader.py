@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
 from ..ops.codings import Coding, divisor_for_amax
+from ..ops.host_memory import bytes_of
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Layout, Param, Piece, Table, interval
 from .bitsandbytes import unnested
@@ -397,7 +398,7 @@ class Reader:
 
     def _read_into(self, entry: Entry, buffer: Tensor, offset: int) -> None:
         """Read bytes at an offset within a tensor."""
-        self._pread(entry, buffer.numpy().data, entry.start + offset)
+        self._pread(entry, bytes_of(buffer), entry.start + offset)
 
     def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Read bytes at an offset of a file, opening it (in the version whose header was read) on first use."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import ExportError
 from ..mesh import Mesh
 from ..mesh.collectives import all_to_all
+from ..ops.host_memory import bytes_of
 from ..ops.part_sizes import part_size
 from ..sharding import (
     Block,
@@ -127,12 +128,12 @@ class Files:
                 values_in_order = quantise(
                     as_used(values_in_order.to("cpu"), self.keymap.used), places.take(self.scales[block.key])
                 )
-            flat = values_in_order.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            flat = values_in_order.to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
             for offset, length in contiguous(
                 destination.shape, destination.stride(), int(destination.storage_offset())
             ):
                 size = length * dtype.itemsize
-                self._pwrite(key, flat[position : position + size].data, offset * dtype.itemsize)
+                self._pwrite(key, bytes_of(flat[position : position + size]), offset * dtype.itemsize)
                 position += size
 
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
