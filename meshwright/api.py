@@ -1,6 +1,6 @@
 """The public names, imported. `import meshwright` takes them from this module when the first of them is used."""
 
-from . import train
+from . import train, weight_sync
 from .checkpoint import copy_checkpoint
 from .data import Batch, over_tokens, pack
 from .engine import (
@@ -12,6 +12,7 @@ from .engine import (
     Pipeline,
     Resumed,
     StepRecord,
+    WeightDeltas,
     batches,
     check_export,
     embeddings,
@@ -26,7 +27,9 @@ from .engine import (
     resume,
     sample,
     save,
+    shards,
     stream,
+    tensor_specs,
 )
 from .errors import (
     BrokenCheckpointError,
@@ -50,6 +53,8 @@ from .mesh import Mesh
 from .optim import AdamW, Optimizer
 from .train import Trainer
 from .verify import Difference, WeightCheck, check_weights
+from .weight_sync import TensorSpec
+from .weights import ShardSpec
 
 __all__ = [
     "AdamW",
@@ -78,11 +83,14 @@ __all__ = [
     "Pipeline",
     "RankError",
     "Resumed",
+    "ShardSpec",
     "StateError",
     "StepRecord",
+    "TensorSpec",
     "Trainer",
     "UnknownKey",
     "WeightCheck",
+    "WeightDeltas",
     "batches",
     "check_export",
     "check_weights",
@@ -101,6 +109,9 @@ __all__ = [
     "resume",
     "sample",
     "save",
+    "shards",
     "stream",
+    "tensor_specs",
     "train",
+    "weight_sync",
 ]

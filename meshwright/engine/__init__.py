@@ -9,9 +9,11 @@ from .adapters import check_export_adapter, export_adapter
 from .batching import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine
-from .export import check_export, export, gather, stream
+from .export import check_export, export
 from .inference import embeddings, logits, logprobs, sample
 from .model import Model, init, load
 from .mtp import MtpRecord
 from .step_results import StepRecord
+from .stream import gather, shards, stream, tensor_specs
 from .validation import check_no_placeholders, check_prompts
+from .weight_deltas import WeightDeltas
