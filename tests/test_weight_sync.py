@@ -19,6 +19,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.mesh.loopback import ADDRESS, serve_store
+from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.weight_sync import (
     TensorSpec,
     receive_from_group,
@@ -109,8 +110,9 @@ def train_and_send(source: Path, out: Path, addresses: list[Path]) -> None:
     group = group_of(0, out / "port") if rank == 0 else None
     specs, fsync = mw.tensor_specs(model), os.fsync
     for n in range(ROUNDS):
-        send_to_group(mw.stream(model), specs, group, bucket_bytes=SMALL)
-        send_to_process(mw.stream(model, ranks="all"), specs, addresses[rank], bucket_bytes=SMALL)
+        with shrunk_part_sizes():
+            send_to_group(mw.stream(model), specs, group)
+            send_to_process(mw.stream(model, ranks="all"), specs, addresses[rank])
         os.fsync = lambda fd: (time.sleep(0.05), fsync(fd))[1]  # a slow disk
         mw.export(model, out / f"export-{n}")
         os.fsync = fsync

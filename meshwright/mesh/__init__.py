@@ -276,18 +276,6 @@ class Mesh:
                 dist.broadcast(x, group_src=0, group=group)
         return x
 
-    def broadcast_each_(self, parts: Sequence[tuple[Tensor, int]], at: str) -> None:
-        """Broadcast tensors in place, each from the rank that is given with it, all at once. All ranks give the same.
-
-        They travel as bytes, since gloo knows no float8.
-        """
-        group, sent = self.process_group(DENSE) if self.axes.world > 1 else None, []
-        with waiting_at(at):
-            for x, rank in parts if group is not None else ():
-                sent.append(dist.broadcast(x.view(torch.uint8), rank, group=group, async_op=True))
-            for each in sent:
-                each.wait()
-
     def send(self, x: Tensor, rank: int, at: str) -> None:
         """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
         with waiting_at(at):

@@ -17,7 +17,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..axes import DENSE
 from ..mesh import Mesh
+from ..mesh.collectives import broadcast_each_
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Piece, ShardingSpec, Table, owned
 from .frozen_scales import QuantisedView, Values
@@ -152,7 +154,8 @@ def exchanged(
     if to_all:
         every = {rank: own if rank == mesh.rank else _empty(each, mesh) for rank, each in sizes.items()}
         sent = [(buffer, rank) for rank, each in every.items() for buffer in each.values()]
-        mesh.broadcast_each_(sent, "the sending of weights to all ranks")
+        if mesh.axes.world > 1:
+            broadcast_each_(sent, mesh.process_group(DENSE), "the sending of weights to all ranks")
         yield from every.items()
         return
     # Blocking sends: a rank is at most one bucket ahead of rank 0, which bounds memory on both sides.
