@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
 from meshwright.ops.part_sizes import shrunk_part_sizes
+from meshwright.sharding import Block, Box, Param, Piece, pieces
 from meshwright.weight_sync import apply_delta
 from meshwright.weight_sync.buckets import bytes_of
+from meshwright.weights import DTYPES, Key, KeyMap, StoredModel, chosen, of_table, shards
 from meshwright.weights import deltas as weights_deltas
-from tests import parts, quantised, tiny, worlds
+from meshwright.weights.shards import file_boxes
+from meshwright.weights.streaming import Overlap
+from tests import parts, quantised, seeing, tiny, worlds
 from tests.trials import Act, error_of, feed, mesh_of, named, said_by_all, world_of
 
 # The family of each mesh: tied embeddings on both stages of a pipeline, uneven owners (36 rows over 4 or 8 ranks).
@@ -124,7 +131,68 @@ def test_every_rank_gets_the_bits_of_an_export(
     worlds.run(world_of(mesh), run)
 
 
-def in_formats(source: Path, mesh: dict[str, int], lora: bool) -> None:
+BY_HEADS = [dict(tp=2), dict(fsdp=3, tp=2), dict(cp=2, tp=4, ep=4), dict(replicate=2, fsdp=5), dict(pp=2, fsdp=7)]
+ALL_FAMILIES = {**tiny.ODD, "qwen3_vl_moe": seeing.of("qwen3_vl_moe")}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_shards_tile_the_tensors_of_every_layout(family: str) -> None:
+    """Without a mesh: files in each layout, experts transposed and segments included, cut across heads and experts."""
+    blueprint = Blueprint.of(ALL_FAMILIES[family])
+    layouts = max(len(names) for names in blueprint.table.groups.values())
+    for n in range(layouts):
+        choice = {g: names[min(n, len(names) - 1)] for g, names in blueprint.table.groups.items() if g}
+        keymap = of_table(blueprint.table, torch.float64, choice)
+        files = {k.name: torch.randn(k.shape, dtype=torch.float64) for k in keymap.keys.values()}
+        params = {p.name: _as_param(p, keymap.choice, files) for p in blueprint.table}
+        for sizes in parts.every(2, BY_HEADS, n % 2):
+            tiled = {name: torch.zeros_like(tensor) for name, tensor in files.items()}
+            axes = Axes(**sizes)
+            for rank in range(axes.world):
+                mesh: Any = SimpleNamespace(axes=axes, rank=rank, device=torch.device("cpu"))
+                stored = {p.param.name: _stored(p, params) for p in pieces(blueprint.spec, axes, rank).values()}
+                owner = StoredModel(blueprint.spec, mesh, stored)
+                for name, tensor, spec in shards(owner, keymap, keymap.keys.values(), dtypes=None):
+                    tiled[name][spec.slices] += tensor  # twice would be another number
+            assert all(torch.equal(tiled[name], _in_dtype(files[name], keymap, name)) for name in files), sizes
+
+
+def test_a_box_that_is_several_boxes_of_the_file() -> None:
+    """The same columns of two matrices that lie one after the other in one tensor: no family has it, a new one may."""
+    file = (18, 8)
+    block = Block(Box.whole((2, 9, 8)), "it", file, Box.whole(file))
+    overlap = Overlap(Key("it", "F32", file, ""), block, Piece(Param({}, {}, ()), block.ours, 0, 0), block.ours)
+    ours, whole = torch.arange(144.0).view(2, 9, 8), torch.zeros(file)
+    box = Box((0, 2, 3), (2, 5, 7))
+    divided = list(file_boxes(overlap, box))
+    assert len(divided) == 2
+    for part, spec in divided:
+        whole[spec.slices] += ours[part.slices].reshape(spec.size)
+    expected = torch.zeros(2, 9, 8)
+    expected[box.slices] = ours[box.slices]
+    assert torch.equal(whole, expected.view(file))
+
+
+def _as_param(param: Param, choice: Any, files: Mapping[str, Tensor]) -> Tensor:
+    """Return a parameter made of the files, to which the copies of a tied one are added."""
+    out, layout = torch.zeros(param.shape, dtype=torch.float64), chosen(param, choice)
+    for block in layout.blocks:
+        out[block.ours.slices] = block.view(files[block.key])
+    for copy in layout.copies:
+        copy.view(files[copy.key]).copy_(out[copy.ours.slices])
+    return out
+
+
+def _stored(own: Piece, params: Mapping[str, Tensor]) -> Tensor:
+    whole = params[own.param.name]
+    return torch.cat([whole.new_empty(0), *(whole[box.slices].reshape(-1) for box in own.boxes)]).view(own.shape)
+
+
+def _in_dtype(tensor: Tensor, keymap: KeyMap, name: str) -> Tensor:
+    return tensor.to(DTYPES[keymap.keys[name].dtype]).double()
+
+
+def in_formats(source: Path, mesh: dict[str, int], lora: bool, out: Path) -> None:
     options: dict[str, Any] = {"lora": mw.Lora(rank=4, alpha=6.0, b_std=0.1)} if lora else {}
     model = mw.load(source, mesh_of(mesh), dtype=torch.float32, **options)
     engine = mw.Engine(model, lr=1e-2)
@@ -133,7 +201,10 @@ def in_formats(source: Path, mesh: dict[str, int], lora: bool) -> None:
         same(streamed(model, which=which), mw.gather(model, which), model.mesh)
         same(_tiled(model, which=which), mw.gather(model, which), model.mesh)
     for form in ("source", "fp8", "values") if not lora else ():
-        same(streamed(model, format=form), dict(mw.stream(model, format=form)), model.mesh)
+        whole, at = streamed(model, format=form), out / f"as-{form}"
+        same(whole, dict(mw.stream(model, format=form)), model.mesh)
+        mw.export(model, at, format=form)
+        same(whole, {name: load_file(at / "model.safetensors")[name] for name in whole}, model.mesh)
 
 
 def test_formats_and_adapters(directory: Any, tmp_path: Path) -> None:
@@ -144,8 +215,8 @@ def test_formats_and_adapters(directory: Any, tmp_path: Path) -> None:
 
     def run() -> None:
         with shrunk_part_sizes():
-            in_formats(fp8, dict(fsdp=2), lora=False)
-            in_formats(source, dict(fsdp=2), lora=True)
+            in_formats(fp8, dict(fsdp=2), False, tmp_path)
+            in_formats(source, dict(fsdp=2), True, tmp_path)
 
     worlds.run(2, run)
 

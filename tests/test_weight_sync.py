@@ -256,7 +256,7 @@ def test_odd_tensors_pass_through_shared_memory(tmp_path: Path) -> None:
     ("act", "code", "text"),
     [
         (lambda: os._exit(7), 7, "RankError: the receiver closed the connection"),
-        (lambda: time.sleep(2), 1, "RankError: the receiver did not answer for 0.5 s, and did not take bucket 1 of"),
+        (lambda: time.sleep(1), 1, "RankError: the receiver did not answer for 0.5 s, and did not take bucket 1 of"),
     ],
     ids=["dies", "hangs"],
 )
