@@ -117,20 +117,24 @@ def whole_tensors(
     bucket, whichever is larger, and as much again for what is received.
     """
     mesh, keys = stored_model.mesh, list(keys)
-    gets = to_all or mesh.rank == 0
     dtype_of_key = dtypes_of(stored_model.spec.table, keymap, keys, dtypes)
-    ranks = range(mesh.axes.world) if gets else [mesh.rank]
+    ranks = range(mesh.axes.world) if to_all or mesh.rank == 0 else [mesh.rank]
     for bucket in buckets(stored_model, keymap, keys, dtype_of_key, ranks):
-        packed = _packed(bucket.parts[mesh.rank], stored_model, dtype_of_key)
-        tensors = dict[str, Tensor]()
-        if gets:
-            device = mesh.device if to_all else mesh.host
-            tensors = {k.name: torch.empty(k.shape, dtype=dtype_of_key[k.name], device=device) for k in bucket.keys}
-        for rank, buffers in exchanged(mesh, packed, {rank: bucket.sizes(rank) for rank in ranks}, to_all):
-            _insert(tensors, bucket.parts[rank], buffers)
-        del packed
-        if gets:
-            yield from ((key, tensors.pop(key.name)) for key in bucket.keys)
+        tensors = _sent(bucket, stored_model, to_all)
+        # Not held while the caller has them: each is freed when he drops it.
+        yield from ((key, tensors.pop(key.name)) for key in bucket.keys if tensors)
+
+
+def _sent(bucket: Bucket, stored_model: StoredModel, to_all: bool) -> dict[str, Tensor]:
+    """Send a bucket, and return its whole tensors where they arrive."""
+    mesh, tensors = stored_model.mesh, dict[str, Tensor]()
+    if to_all or mesh.rank == 0:
+        device = mesh.device if to_all else mesh.host
+        tensors = {k.name: torch.empty(k.shape, dtype=bucket.dtypes[k.name], device=device) for k in bucket.keys}
+    sizes = {rank: bucket.sizes(rank) for rank in bucket.parts}
+    for rank, buffers in exchanged(mesh, _packed(bucket, stored_model), sizes, to_all):
+        _insert(tensors, bucket.parts[rank], buffers)
+    return tensors
 
 
 def dtypes_of(table: Table, keymap: KeyMap, keys: Iterable[Key], dtypes: DtypeOf | None) -> dict[str, torch.dtype]:
@@ -191,13 +195,15 @@ def _batches(keys: Iterable[Key], dtypes: DtypeOf) -> Iterator[list[Key]]:
         yield batch
 
 
-def _packed(parts: list[Overlap], stored_model: StoredModel, dtypes: DtypeOf) -> Buffers:
-    """Concatenate the elements of the overlaps in one buffer per dtype, on the device."""
-    flat: dict[torch.dtype, list[Tensor]] = {}
-    for part in parts:
-        dtype = dtypes[part.key.name]
-        flat.setdefault(dtype, []).append(part.values(stored_model).flatten().to(stored_model.mesh.device, dtype))
-    return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
+def _packed(bucket: Bucket, stored_model: StoredModel) -> Buffers:
+    """Copy what this rank sends of a bucket into one buffer per dtype, on the device."""
+    buffers = _empty(bucket.sizes(stored_model.mesh.rank), stored_model.mesh)
+    positions = dict.fromkeys(buffers, 0)
+    for part in bucket.parts[stored_model.mesh.rank]:
+        dtype = bucket.dtypes[part.key.name]
+        start, positions[dtype] = positions[dtype], positions[dtype] + part.overlap.size
+        buffers[dtype][start : positions[dtype]].view(part.overlap.shape).copy_(part.values(stored_model))
+    return buffers
 
 
 def _insert(tensors: Mapping[str, Tensor], parts: list[Overlap], buffers: Buffers) -> None:
