@@ -1,6 +1,6 @@
 """The public names, imported. `import meshwright` takes them from this module when the first of them is used."""
 
-from . import train
+from . import train, weight_sync
 from .checkpoint import copy_checkpoint
 from .data import Batch, over_tokens, pack
 from .engine import (
@@ -13,6 +13,7 @@ from .engine import (
     Pipeline,
     Resumed,
     StepRecord,
+    WeightDeltas,
     batches,
     by_document,
     check_export,
@@ -30,7 +31,9 @@ from .engine import (
     sample,
     save,
     scores,
+    shards,
     stream,
+    tensor_specs,
 )
 from .errors import (
     BrokenCheckpointError,
@@ -54,6 +57,8 @@ from .mesh import Mesh
 from .optim import AdamW, Optimizer
 from .train import Trainer
 from .verify import Difference, WeightCheck, check_weights
+from .weight_sync import TensorSpec
+from .weights import ShardSpec
 
 __all__ = [
     "AdamW",
@@ -83,11 +88,14 @@ __all__ = [
     "Pipeline",
     "RankError",
     "Resumed",
+    "ShardSpec",
     "StateError",
     "StepRecord",
+    "TensorSpec",
     "Trainer",
     "UnknownKey",
     "WeightCheck",
+    "WeightDeltas",
     "batches",
     "by_document",
     "check_export",
@@ -109,6 +117,9 @@ __all__ = [
     "sample",
     "save",
     "scores",
+    "shards",
     "stream",
+    "tensor_specs",
     "train",
+    "weight_sync",
 ]

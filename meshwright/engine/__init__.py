@@ -9,10 +9,12 @@ from .adapters import check_export_adapter, export_adapter
 from .batching import batches, by_document
 from .checkpoint import Resumed, resume, save
 from .engine import Engine
-from .export import check_export, export, gather, stream
+from .export import check_export, export
 from .inference import embeddings, expert_choices, logits, logprobs, sample, scores
 from .loss import Loss
 from .model import Model, init, load
 from .mtp import MtpRecord
 from .step_results import StepRecord
+from .stream import gather, shards, stream, tensor_specs
 from .validation import check_no_placeholders, check_prompts
+from .weight_deltas import WeightDeltas

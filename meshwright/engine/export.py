@@ -1,4 +1,4 @@
-"""Export: tensors by their Hugging Face names, one at a time, and whole directories.
+"""Export whole Hugging Face directories.
 
 An export has the key names, file layout and dtypes of the source, so whatever reads the source reads the export. All
 ranks first agree on the options and prove that their pieces tile every parameter; then each rank writes its own rows
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import weights
 from ..blueprint import Blueprint
-from ..errors import ConfigError, ExportError, StateError
+from ..errors import ConfigError, ExportError
 from ..log import logger
 from ..models import LM_HEAD, PREFIX, SCORE, classifier_of, family_of, text_config, with_mtp_layers
 from ..sharding import MTP, Piece, check_rows_to_write
@@ -31,82 +31,7 @@ from .model import Model
 FORMATS = ("values", "source", "fp8")
 
 
-def stream(
-    model: Model,
-    which: str | None = None,
-    *,
-    format: str = "values",  # noqa: A002 - the word of users
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) one after the other on rank 0 of the mesh, in the source's layout.
-
-    All ranks must exhaust the iterator; other ranks get no items. It holds a few tensors (64 MiB) at a time. Weights
-    come in the dtype of the source, gradients in float32. Tensors outside the model (`mtp.*`) are left out.
-
-    `which`: "weight" (the default), "grad"; with adapters (LoRA) there is no default: "merged", the weights with
-    their adapters; "adapter", the factors; "weight", weights and factors as they are stored.
-
-    If the source is in 8 bits, weights are dequantised to the dtype of `config.json`. With `format="source"` or `"fp8"`
-    they are the FP8 codes and scales that `export` would write.
-    """
-    with names_lost_ranks():
-        yield from _streamed(model, _chosen(model, which), format)
-
-
-def _chosen(model: Model, which: str | None) -> str:
-    """Return what to stream. Refuse to choose for a model with adapters: whoever takes its weights without them gets
-    the base, and would not notice.
-    """
-    if which is None and model.recipe.lora is not None:
-        raise ConfigError(
-            'the model has adapters; stream "merged" (weights with adapters), "adapter" (the factors), or "weight" '
-            "(both, as they are stored)"
-        )
-    if which in ("merged", "adapter"):
-        check_has_adapters(model, f"stream(which={which!r})")
-    return which or "weight"
-
-
-def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor]]:
-    """Agree on what to stream, then all-gather and yield tensor by tensor."""
-
-    keymap = model.keymap.of_adapters() if which == "adapter" else model.keymap
-    keymap = keymap.of_base() if which == "merged" else keymap
-
-    def propose() -> Proposal:
-        if which not in ("weight", "merged") and form != "values":
-            raise ConfigError(
-                f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
-            )
-        stored, written = _stored_tensors(model, which), _in_format(keymap, model, form)
-        _check_shapes(model, stored, model.pieces)
-        if written.scales:
-            weights.check_scaled(model.stored_model(stored), written)
-        if stored and which == "weight":
-            _refuse_overflow(model.values(), model, keymap)
-        return Proposal(settings={"format=": form})
-
-    agree(model, f"stream(which={which!r})", propose)
-    stored = merged_values(model) if which == "merged" else _stored_tensors(model, which)
-    if isinstance(stored, weights.MergedValues):
-        check = functools.partial(_refuse_overflow, stored, model, keymap)
-        model.mesh.together(check, "the merging of adapters", ExportError, "nothing was streamed")
-    stored_model, dtypes = model.stored_model(stored), None
-    keys = [k for k in keymap.keys.values() if k.name not in keymap.carried]
-    # A file tensor has a gradient if all parameters in it are trained, on any rank. Gradients keep their own dtype.
-    if which == "grad":
-        made_of, trained, dtypes = weights.blocks_by_key(model.table, keymap.choice), {*model.trained}, model.kept
-        keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
-    written = _in_format(keymap, model, form)
-    # Tensors to be quantised are gathered as float32 values, from which `quantised_tensors` makes codes and scales.
-    wide = [key._replace(dtype="F32") if key.name in written.scales else key for key in keys]
-    for key, tensor in weights.whole_tensors(stored_model, keymap, wide, dtypes=dtypes):
-        if key.name in written.scales:
-            yield from weights.quantised_tensors(written, key.name, tensor).items()
-        else:
-            yield key.name, tensor
-
-
-def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap:
+def in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap:
     """Return the key map in a format of `FORMATS`.
 
     FP8 codes are quantised from weights in the compute dtype, which is what matmuls saw in training: so a reader
@@ -118,11 +43,6 @@ def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMa
     if form == "source":
         return keymap.as_source()
     return keymap.in_fp8(model.table, model.blueprint.spec.fp8_left_out) if form == "fp8" else keymap
-
-
-def gather(model: Model, which: str | None = None) -> dict[str, Tensor]:
-    """Collect `stream` in a dict: complete on rank 0, empty on other ranks."""
-    return dict(stream(model, which))
 
 
 @names_lost_ranks()
@@ -145,7 +65,7 @@ def export(
         return
     values = merged_values(model)
     at, nothing = f"the merging of adapters for {planned.directory}", f"nothing was exported to {planned.directory}"
-    model.mesh.together(lambda: _refuse_overflow(values, model, planned.keymap), at, ExportError, nothing)
+    model.mesh.together(lambda: refuse_overflow_of(values, model, planned.keymap), at, ExportError, nothing)
     weights.write_directory(model.stored_model(values), planned)
 
 
@@ -237,12 +157,12 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
     arithmetic on all ranks, so each rank checks a share of the parameters.
     """
     spec, mesh = model.blueprint.spec, model.mesh
-    _check_shapes(model, values, pieces)
+    check_shapes(model, values, pieces)
     for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
         check_rows_to_write(model.table[name], spec, mesh.axes)
 
 
-def _check_shapes(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
+def check_shapes(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
     """Refuse tensors of another shape than this rank's pieces."""
     live = values.stored if isinstance(values, weights.Values) else values  # as stored: no dequantising
     for name, tensor in live.items():
@@ -258,7 +178,7 @@ def _check_shapes(model: Model, values: Mapping[str, Tensor], pieces: Mapping[st
 
 def refuse_overflow(model: Model, choices: ExportOptions) -> None:
     """Refuse to round a finite weight to infinity: the file would look fine, and the model would not."""
-    _refuse_overflow(model.values(), model, _keymap(model, choices))
+    refuse_overflow_of(model.values(), model, _keymap(model, choices))
 
 
 def _keymap(model: Model, choices: ExportOptions) -> weights.KeyMap:
@@ -266,11 +186,13 @@ def _keymap(model: Model, choices: ExportOptions) -> weights.KeyMap:
     keymap = model.keymap.of_base()
     if _has_new_value_head(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
-    if choices.dtype is None:
-        return _in_format(keymap, model, choices.form)
+    return in_format(keymap, model, choices.form) if choices.dtype is None else in_dtype(keymap, model, choices.dtype)
+
+
+def in_dtype(keymap: weights.KeyMap, model: Model, dtype: torch.dtype) -> weights.KeyMap:
+    """Return the key map in another dtype; float32 parameters are never rounded to it."""
     made_of = weights.blocks_by_key(model.table, keymap.choice)
-    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
-    return keymap.recast(choices.dtype, exact)
+    return keymap.recast(dtype, {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)})
 
 
 def _has_new_value_head(model: Model) -> bool:
@@ -316,7 +238,7 @@ def config_of(
     return with_mtp_layers(config, field, int(has))
 
 
-def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMap) -> None:
+def refuse_overflow_of(stored: weights.Values, model: Model, keymap: weights.KeyMap) -> None:
     """Compare the largest local magnitude of each parameter with the dtypes of its keys.
 
     A key in FP8 is skipped: its scales bring every weight into range. So is a dtype with the range of the stored one.
@@ -338,15 +260,3 @@ def _refuse_overflow(stored: weights.Values, model: Model, keymap: weights.KeyMa
                 raise ExportError(
                     f"{key.name} has a weight of {most:.6g}, which {dtype} cannot hold; export with a wider dtype="
                 )
-
-
-def _stored_tensors(model: Model, which: str) -> Mapping[str, Tensor]:
-    """Return this rank's weights or gradients. Refuse to stream gradients before a backward."""
-    if which in ("weight", "merged", "adapter"):
-        return model.values()
-    if which != "grad":
-        raise ConfigError(f"stream(model, {which!r}): choose 'weight', 'grad', 'merged' or 'adapter'")
-    grads = model.grads()
-    if not grads and model.trainable:  # a pipeline stage may have nothing to train
-        raise StateError("the model has no gradients; call engine.backward(batches), and update() only afterwards")
-    return grads

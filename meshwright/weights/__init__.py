@@ -7,6 +7,7 @@ implicit redistribute when ranks differ (VeOmni#642).
 """
 
 from .checksums import Checks, Extent, Extents, checksum, extents_of_json
+from .deltas import Change, move, send_changes, snapshot_of
 from .directory import (
     Export,
     check_constants,
@@ -29,9 +30,10 @@ from .quant_formats import as_in_file
 from .random_init import fill_fresh
 from .read_plan import Read, fill, load_bill, plan_reads
 from .reader import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .requantise import check_scaled, quantised_tensors
+from .requantise import check_scaled, quantised_keys, quantised_tensors
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, Entry, read_header, read_json, read_stamped_json, short
+from .shards import ShardSpec, shards
 from .small_files import MANIFEST, TRAINER, SmallFiles, read_small
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
-from .streaming import StoredModel, whole_tensors
+from .streaming import StoredModel, buckets, dtypes_of, whole_tensors
 from .writer import Files, make_files, whole_rows

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import ExportError
 from ..log import progress
 from ..sharding import Block, Box, Param, piece
-from .keymap import KeyMap
+from .keymap import Key, KeyMap
 from .quant_formats import Places, as_used, quantise, scales_for_amax, scales_to_float, scales_to_stored
 from .reader import Reader, chosen
 from .streaming import StoredModel
@@ -64,6 +64,13 @@ def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, 
     numbers = quantise(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
     return {key: numbers, scale.key: scales_to_stored(grid, stored.dtype).view(stored.shape)}
+
+
+def quantised_keys(keymap: KeyMap, key: str) -> list[Key]:
+    """Return the keys, in order, of the tensors that `quantised_tensors` makes of one."""
+    scale = keymap.scales[key]
+    names = [key, *(scale.companion_keys if scale.form else [scale.key])]
+    return [keymap.keys[name] for name in names if name in keymap.keys]
 
 
 class BlockScan:

@@ -1,9 +1,8 @@
-"""Stream whole tensors under their Hugging Face names to rank 0, one after the other, in bounded memory (weight sync,
-gather).
+"""Stream whole tensors under their Hugging Face names, one after the other, in bounded memory (weight sync, gather).
 
-The declaration says which boxes of a key each owner holds. Owners send just those, and rank 0 inserts them. No other
-rank ever holds a whole parameter, as an all-gather (`full_tensor()`) would make every rank do. Rank 0 plans for all
-ranks, which takes long on a thousand of them.
+The declaration says which boxes of a key each owner holds. Owners send just those bytes, to rank 0 or to all ranks,
+which insert them. Nothing is padded, as it would be in an all-gather of uneven pieces. Whoever gets tensors plans for
+all ranks, which takes long on a thousand of them.
 
 For reinforcement learning this is the weight sync to an inference engine, which expects the keys of the hub: per expert
 where the source has them so (verl#6896).
@@ -13,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from ..axes import DENSE
 from ..mesh import Mesh
+from ..mesh.collectives import broadcast_each_
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Param, Piece, ShardingSpec, owned
+from ..sharding import Block, Box, Piece, ShardingSpec, Table, owned
 from .frozen_scales import QuantisedView, Values
 from .keymap import Key, KeyMap, blocks_by_key, widest
 from .safetensors_header import DTYPES
@@ -43,41 +45,8 @@ class StoredModel:
         yield from stored.views(piece) if isinstance(stored, Values) else piece.views(stored[piece.param.name])
 
 
-def whole_tensors(
-    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: DtypeOf | None = None
-) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end: they send.
-
-    Tensors have the dtype of their key, or with `dtypes` (by parameter) the widest dtype of their parts.
-
-    Tensors are yielded on the CPU of rank 0 in batches of at most 64 MB, in the order of `keys`. Memory is bounded by
-    the largest tensor or one batch, whichever is larger.
-    """
-    parts_of_key = blocks_by_key(stored_model.spec.table, keymap.choice)
-    mesh = stored_model.mesh
-    # Rank 0 derives what every rank sends from the declaration, so no sizes are exchanged. Both sides walk the same
-    # keys in the same order.
-    ranks = range(mesh.axes.world) if mesh.rank == 0 else [mesh.rank]
-    owned_pieces = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
-    for batch in _batches(keys):
-        plan = {rank: list(_parts(batch, parts_of_key, owned_pieces[rank])) for rank in ranks}
-        dtype_of_key = {
-            k.name: DTYPES[k.dtype] if dtypes is None else _widest(parts_of_key[k.name], dtypes) for k in batch
-        }
-        packed = _packed(plan[mesh.rank], stored_model, dtype_of_key)
-        # Blocking sends: a rank is at most one batch ahead of rank 0, which bounds memory on both sides.
-        if mesh.rank != 0:
-            for buffer in packed.values():
-                mesh.send(buffer, 0, "the sending of weights to rank 0")
-            continue
-        tensors = {k.name: torch.empty(k.shape, dtype=dtype_of_key[k.name], device="cpu") for k in batch}
-        for rank in ranks:
-            _insert(tensors, plan[rank], packed if rank == 0 else _received(plan[rank], mesh, dtype_of_key, rank))
-        yield from ((key, tensors[key.name]) for key in batch)
-
-
 @dataclass(frozen=True)
-class _Overlap:
+class Overlap:
     """The box `overlap` of a parameter that is a part of `block` of the key."""
 
     key: Key
@@ -85,74 +54,166 @@ class _Overlap:
     piece: Piece
     overlap: Box
 
+    def view(self, tensor: Tensor) -> Tensor:
+        """View the elements of the overlap in the whole tensor of the key."""
+        return self.block.view(tensor)[self.overlap.within(self.block.ours).slices]
 
-def _batches(keys: Iterable[Key]) -> Iterator[list[Key]]:
+    def values(self, stored_model: StoredModel) -> Tensor:
+        """Return the elements that this rank stores."""
+        views = stored_model.views(self.piece)
+        box, view = next((box, view) for box, view in views if box.meet(self.overlap) == self.overlap)
+        return view[self.overlap.within(box).slices].detach()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Keys that travel together, their dtypes, and by rank the overlaps that it owns, in an order that ranks share."""
+
+    keys: list[Key]
+    dtypes: DtypeOf
+    parts: Mapping[int, list[Overlap]]
+
+    def sizes(self, rank: int) -> dict[torch.dtype, int]:
+        """Return how many elements of each dtype a rank sends."""
+        sizes: dict[torch.dtype, int] = {}
+        for part in self.parts[rank]:
+            dtype = self.dtypes[part.key.name]
+            sizes[dtype] = sizes.get(dtype, 0) + part.overlap.size
+        return sizes
+
+
+def buckets(
+    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], dtypes: DtypeOf, ranks: Iterable[int]
+) -> Iterator[Bucket]:
+    """Divide keys into buckets of bounded bytes, with the parts of some ranks. `dtypes`: by key.
+
+    All ranks derive the same from the declaration, so no sizes are exchanged.
+    """
+    made_of, owners = blocks_by_key(stored_model.spec.table, keymap.choice), dict[str, list[tuple[int, Piece]]]()
+    ranks = list(ranks)
+    for rank in ranks:
+        for name, piece in owned(stored_model.spec, stored_model.mesh.axes, rank).items():
+            owners.setdefault(name, []).append((rank, piece))
+    for batch in _batches(keys, dtypes):
+        parts: dict[int, list[Overlap]] = {rank: [] for rank in ranks}
+        for key in batch:
+            for param, block in made_of[key.name]:
+                for rank, piece in owners.get(param.name, ()):
+                    common = (block.ours.meet(box) for box in piece.boxes)
+                    parts[rank] += [Overlap(key, block, piece, box) for box in common if box is not None]
+        yield Bucket(batch, dtypes, parts)
+
+
+def whole_tensors(
+    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: DtypeOf | None = None,
+    to_all: bool = False,
+) -> Iterator[tuple[Key, Tensor]]:  # fmt: skip
+    """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end: they send.
+
+    `to_all`: every rank gets every tensor, on its device; rank 0 alone gets them on the CPU. Tensors have the dtype of
+    their key, or with `dtypes` (by parameter) the widest dtype of their parts. Each owns its memory.
+
+    They are yielded in buckets of at most 64 MB, in the order of `keys`. Memory is bounded by the largest tensor or one
+    bucket, whichever is larger, and as much again for what is received.
+    """
+    mesh, keys = stored_model.mesh, list(keys)
+    dtype_of_key = dtypes_of(stored_model.spec.table, keymap, keys, dtypes)
+    ranks = range(mesh.axes.world) if to_all or mesh.rank == 0 else [mesh.rank]
+    for bucket in buckets(stored_model, keymap, keys, dtype_of_key, ranks):
+        tensors = _sent(bucket, stored_model, to_all)
+        # Not held while the caller has them: each is freed when he drops it.
+        yield from ((key, tensors.pop(key.name)) for key in bucket.keys if tensors)
+
+
+def _sent(bucket: Bucket, stored_model: StoredModel, to_all: bool) -> dict[str, Tensor]:
+    """Send a bucket, and return its whole tensors where they arrive."""
+    mesh, tensors = stored_model.mesh, dict[str, Tensor]()
+    if to_all or mesh.rank == 0:
+        device = mesh.device if to_all else mesh.host
+        tensors = {k.name: torch.empty(k.shape, dtype=bucket.dtypes[k.name], device=device) for k in bucket.keys}
+    sizes = {rank: bucket.sizes(rank) for rank in bucket.parts}
+    for rank, buffers in exchanged(mesh, _packed(bucket, stored_model), sizes, to_all):
+        _insert(tensors, bucket.parts[rank], buffers)
+    return tensors
+
+
+def dtypes_of(table: Table, keymap: KeyMap, keys: Iterable[Key], dtypes: DtypeOf | None) -> dict[str, torch.dtype]:
+    """Return the dtype in which each key travels: its own, or the widest of its parts in `dtypes` (by parameter)."""
+    if dtypes is None:
+        return {key.name: DTYPES[key.dtype] for key in keys}
+    made_of = blocks_by_key(table, keymap.choice)
+    return {key.name: widest(dtypes[param.name] for param, _ in made_of[key.name]) for key in keys}
+
+
+Buffers = dict[torch.dtype, Tensor]
+
+
+def exchanged(
+    mesh: Mesh, own: Buffers, sizes: Mapping[int, Mapping[torch.dtype, int]], to_all: bool
+) -> Iterator[tuple[int, Buffers]]:
+    """Send this rank's buffers to rank 0, or to all ranks. Yield the buffers of every rank where they arrive.
+
+    `sizes`: elements by rank and dtype. A dtype is a buffer, so each rank sends one or two messages a bucket.
+    """
+    if to_all:
+        every = {rank: own if rank == mesh.rank else _empty(each, mesh) for rank, each in sizes.items()}
+        sent = [(buffer, rank) for rank, each in every.items() for buffer in each.values()]
+        if mesh.axes.world > 1:
+            broadcast_each_(sent, mesh.process_group(DENSE), "the sending of weights to all ranks")
+        yield from every.items()
+        return
+    # Blocking sends: a rank is at most one bucket ahead of rank 0, which bounds memory on both sides.
+    if mesh.rank != 0:
+        for buffer in own.values():
+            mesh.send(buffer, 0, "the sending of weights to rank 0")
+        return
+    yield 0, own
+    for rank in (rank for rank in sizes if rank != 0):
+        buffers = _empty(sizes[rank], mesh)
+        for buffer in buffers.values():
+            mesh.receive(buffer, rank, "the receiving of weights on rank 0")
+        yield rank, buffers
+
+
+def _empty(sizes: Mapping[torch.dtype, int], mesh: Mesh) -> Buffers:
+    """Return buffers for what a rank sends, in the order in which it sends them."""
+    return {dtype: torch.empty(sizes[dtype], dtype=dtype, device=mesh.device) for dtype in sorted(sizes, key=str)}
+
+
+def _batches(keys: Iterable[Key], dtypes: DtypeOf) -> Iterator[list[Key]]:
     """Yield keys in batches of bounded size."""
     batch: list[Key] = []
     num_bytes = 0
     for key in keys:
-        if batch and num_bytes + key.num_bytes > _BATCH_BYTES:
+        key_bytes = prod(key.shape) * dtypes[key.name].itemsize
+        if batch and num_bytes + key_bytes > _BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
         batch.append(key)
-        num_bytes += key.num_bytes
+        num_bytes += key_bytes
     if batch:
         yield batch
 
 
-def _parts(
-    batch: list[Key], parts_of_key: Mapping[str, list[tuple[Param, Block]]], owned_pieces: Mapping[str, Piece]
-) -> Iterator[_Overlap]:
-    """Yield the overlaps of a batch with some owned pieces, in an order that sender and receiver share."""
-    for key in batch:
-        for param, block in parts_of_key[key.name]:
-            for box in owned_pieces[param.name].boxes if param.name in owned_pieces else ():
-                common = block.ours.meet(box)
-                if common is not None:
-                    yield _Overlap(key, block, owned_pieces[param.name], common)
-
-
-def _widest(parts: list[tuple[Param, Block]], dtypes: DtypeOf) -> torch.dtype:
-    """Return the widest dtype of the parts of a key."""
-    return widest(dtypes[param.name] for param, _ in parts)
-
-
-def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: DtypeOf) -> dict[torch.dtype, Tensor]:
-    """Concatenate the elements of the overlaps in one buffer per dtype, on the device.
-
-    A dtype is a buffer, so that each rank sends one or two messages a batch instead of one a tensor.
-    """
-    flat: dict[torch.dtype, list[Tensor]] = {}
-    for part in parts:
-        for box, view in stored_model.views(part.piece):
-            if box.meet(part.overlap) == part.overlap:
-                values = view[part.overlap.within(box).slices].detach().flatten()
-                dtype = dtypes[part.key.name]
-                flat.setdefault(dtype, []).append(values.to(stored_model.mesh.device, dtype))
-    return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
-
-
-def _received(parts: list[_Overlap], mesh: Mesh, dtypes: DtypeOf, rank: int) -> dict[torch.dtype, Tensor]:
-    """Receive the buffers of a rank."""
-    sizes: dict[torch.dtype, int] = {}
-    for part in parts:
-        dtype = dtypes[part.key.name]
-        sizes[dtype] = sizes.get(dtype, 0) + part.overlap.size
-    buffers = {}
-    for dtype in sorted(sizes, key=str):
-        empty = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
-        buffers[dtype] = mesh.receive(empty, rank, "the receiving of weights on rank 0")
+def _packed(bucket: Bucket, stored_model: StoredModel) -> Buffers:
+    """Copy what this rank sends of a bucket into one buffer per dtype, on the device."""
+    buffers = _empty(bucket.sizes(stored_model.mesh.rank), stored_model.mesh)
+    positions = dict.fromkeys(buffers, 0)
+    for part in bucket.parts[stored_model.mesh.rank]:
+        dtype = bucket.dtypes[part.key.name]
+        start, positions[dtype] = positions[dtype], positions[dtype] + part.overlap.size
+        buffers[dtype][start : positions[dtype]].view(part.overlap.shape).copy_(part.values(stored_model))
     return buffers
 
 
-def _insert(tensors: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:
+def _insert(tensors: Mapping[str, Tensor], parts: list[Overlap], buffers: Buffers) -> None:
     """Copy the elements of buffers to their places in whole tensors.
 
     Sender and receiver walk overlaps in one order, so positions in a buffer need not be sent.
     """
     positions = dict.fromkeys(buffers, 0)
     for part in parts:
-        destination = part.block.view(tensors[part.key.name])[part.overlap.within(part.block.ours).slices]
+        destination = part.view(tensors[part.key.name])
         start = positions[destination.dtype]
         destination.copy_(buffers[destination.dtype][start : start + part.overlap.size].view(part.overlap.shape))
         positions[destination.dtype] = start + part.overlap.size
