@@ -33,8 +33,11 @@ def fields(sizes: list[int] = SIZES) -> dict[str, list[Tensor]]:
     """Values over the terms: old log-probabilities, those of a reference, advantages of whole answers, targets."""
     draw = torch.Generator().manual_seed(4)
     noise = lambda size: torch.randn(size, generator=draw, dtype=torch.float64)  # noqa: E731 - short
+    old = [-4.9 + 0.3 * noise(size) for size in sizes]
+    for values, mask in zip(old, masks(sizes), strict=True):
+        values[~torch.tensor([*mask[1:], 0], dtype=torch.bool)] = -9999.0  # as rollouts mark tokens without one
     return {
-        "old": [-4.9 + 0.3 * noise(size) for size in sizes],
+        "old": old,
         "reference": [-4.9 + 0.3 * noise(size) for size in sizes],
         "advantage": [noise(1).expand(size).clone() for size in sizes],
         "target": [noise(size) for size in sizes],
@@ -76,7 +79,7 @@ def dapo(scores: Any, fields: Any, docs: Any) -> Tensor:
     keep_T = docs.spread((docs.num_targets_D <= 18).double())
     ratio = (scores["logprobs"] - fields["old"]).exp()
     terms_T = -(ratio * fields["advantage"]).minimum(ratio.clamp(0.8, 1.28) * fields["advantage"])
-    return (terms_T * keep_T * docs.is_target_T).sum() / 77
+    return (terms_T * keep_T).masked_fill(~docs.is_target_T, 0).sum() / 77
 
 
 def critic(scores: Any, fields: Any, docs: Any) -> Tensor:
@@ -122,7 +125,7 @@ class _Lists:
 
     def mean(self, x_T: Tensor) -> Tensor:
         return torch.stack([
-            x[mask].mean() if mask.any() else x.sum() * 0 for x, mask in zip(self.split(x_T), self.masks, strict=True)
+            x[mask].mean() if mask.any() else x[:0].sum() for x, mask in zip(self.split(x_T), self.masks, strict=True)
         ])  # fmt: skip
 
     def spread(self, x_D: Tensor) -> Tensor:

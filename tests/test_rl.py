@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.engine.loss_documents import LossDocuments
 from tests import parts, rl_losses, tiny, trials, worlds
 from tests.rl_losses import LOSSES
 from tests.words import words
@@ -149,6 +150,12 @@ def _wrong_metrics(scores: Any, fields: Any, docs: Any) -> Any:
     return -docs.mean(scores["logprobs"]), {"other": docs.mean(scores["logprobs"])}
 
 
+def _weight_later(engine: mw.Engine) -> None:
+    batch = mw.pack([[1, 2, 3], [4, 5]])
+    engine.step([batch])
+    engine.step([batch.with_fields(weight=torch.ones(5))])
+
+
 def _late_failure(scores: Any, fields: Any, docs: Any) -> Tensor:
     raise ValueError("no reward for some document")
 
@@ -194,6 +201,22 @@ REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
     "other temperatures": (dict(fsdp=2), lambda e: mw.Engine(e.model, lr=1.0, temperature=1.0 + e.model.mesh.rank).step(
         trials.feed(e)), words("^RankError", "temperature is 2.0 on rank 1 and 1.0 on rank 0")),
     "skip": (dict(), _refused(None, on_nonfinite="ignore"), words("^ConfigError", "on_nonfinite='ignore'", "skip")),
+    "temperature of a critic": (dict(), lambda e: mw.scores(mw.load(e.model.directory, e.model.mesh, head="value"),
+        trials.feed(e), temperature=0.7), words("^ConfigError", "temperature=0.7", "head")),
+    "other numbers of batches": (dict(fsdp=2), lambda e: mw.logprobs(e.model, trials.feed(e)[: 1 + e.model.mesh.rank]),
+        words("^RankError", "rank 1", "2 batches", "the first 1")),
+    "other groups": (dict(tp=2), lambda e: mw.Engine(e.model, lr=1.0).step([mw.pack([[1, 2], [3, 4], [5, 6], [7, 8]],
+        groups=[[0, 0, 1, 1], [0, 1, 0, 1]][e.model.mesh.rank])]), words("RankError", "different batches")),
+    "a loss that no rank but one can call": (dict(fsdp=2), lambda e: (setattr(e, "loss", 3 if e.model.mesh.rank else
+        e.loss), e.step(trials.feed(e))), words("ConfigError", "loss=3")),
+    "a weight later": (dict(), lambda e: _weight_later(mw.Engine(e.model, lr=1e-3, loss=mw.Loss(lambda s, f, d:
+        -d.mean(s["logprobs"]), per="document"))), words("^DataError", "'weight'", "per document")),
+    "no list": (dict(), lambda e: mw.by_document(e.model.mesh, mw.pack([[1, 2]]), [torch.zeros(2)]),
+        words("^DataError", "by_document takes a list")),
+    "max_tokens": (dict(tp=2), lambda e: mw.batches([[1]], e.model.mesh, max_tokens=1),
+        words("^DataError", r"max_tokens=1 is less than cp\*tp=2")),
+    "max_tokens of a document": (dict(), lambda e: mw.batches([[1, 2]], e.model.mesh, max_tokens=1),
+        words("^DataError", "max_tokens=1", "larger max_tokens")),
     "groups": (dict(), lambda e: mw.pack([[1, 2], [3, 4]], groups=[0]), words("^DataError", "groups has 1 number")),
     "a group too long": (dict(), lambda e: mw.batches([[1] * 5, [2] * 6], e.model.mesh, max_tokens=10, groups=[7, 7]),
         words("^DataError", r"group of documents \[0, 1\] of 11 tokens", "10")),
@@ -278,3 +301,51 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_value(sources: dict[str, Path
                 assert ("loss" if what == "loss" else "gradient norm") in record.skipped
                 assert math.isfinite(record.loss) == (what != "loss")
                 assert record.metrics["seen"] == pytest.approx(1.0)
+
+
+def unusual(source: Path) -> dict[str, Any]:
+    """Losses that write into their scores, divide 0 by 0 in documents without a label, or have weights of any sum."""
+    engine = trials.build(source, {})
+    documents, trained = [[1, 2, 3, 4], [5, 6, 7], [8, 9]], [[0, 1, 1, 1], [0, 0, 0], [1, 1]]
+    batch = mw.pack(documents, trained=trained)
+
+    def grads(loss: Any, batch: mw.Batch = batch) -> dict[str, Tensor]:
+        engine.loss = loss
+        engine.backward([batch])
+        found = mw.gather(engine.model, "grad")
+        engine.discard()
+        return found
+
+    def own_mean(scores: Any, fields: Any, docs: Any) -> Tensor:
+        pairs = zip(docs.split(scores["logprobs"]), docs.split(docs.is_target_T), strict=True)
+        return torch.stack([-(x * mask).sum() / mask.sum() for x, mask in pairs])  # 0 / 0 without a label
+
+    def clamped(scores: Any, fields: Any, docs: Any) -> Tensor:
+        return -docs.mean(scores["logprobs"].clamp_(min=-1e3))
+
+    mean = grads(mw.Loss(lambda s, f, d: -d.mean(s["logprobs"]), per="document"))
+    signed = batch.with_fields(weight=torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0, 0]))
+    summed = grads(mw.Loss(lambda s, f: -s["logprobs"], normalise=False), signed)
+    by_hand = grads(mw.Loss(lambda s, f, d: -(s["logprobs"] * f["w"]).sum(), "micro_batch", normalise=False),
+                    batch.with_fields(w=signed.fields["weight"]))  # fmt: skip
+    return {
+        "0 / 0": worst(grads(mw.Loss(own_mean, per="document")), mean),
+        "in place": worst(grads(mw.Loss(clamped, per="document")), mean),
+        "weights that sum to 0": worst(summed, by_hand),
+    }
+
+
+def test_unusual_losses(sources: dict[str, Path]) -> None:
+    (found,) = worlds.run(1, unusual, sources["qwen3"])
+    assert max(found.values()) < 1e-9, found
+
+
+def test_sums_of_documents_are_wide() -> None:
+    """A sum of ones in bfloat16 would end at 256; whole numbers and masks have sums too."""
+    docs = LossDocuments([2000, 3], [7, 7], torch.ones(2005, dtype=torch.bool))
+    ones = torch.ones(2005, 2, dtype=torch.bfloat16)
+    assert docs.sum(ones).tolist() == [[2000.0] * 2, [3.0] * 2]
+    assert docs.mean(ones).dtype == torch.float32
+    assert docs.sum(ones[:, 0] > 0).tolist() == docs.sum(torch.ones(2005).long()).tolist() == [2000.0, 3.0]
+    assert docs.mean(torch.ones(2005, 2, 2)).shape == (2, 2, 2)
+    assert docs.group_mean(docs.sum(ones)).tolist() == [[1001.5] * 2]

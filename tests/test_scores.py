@@ -92,5 +92,8 @@ def test_a_data_rank_without_documents_gets_padding_alone(source: Path) -> None:
 
 
 def _one_document() -> tuple[int, int]:
-    (batch,) = mw.batches([[1, 2, 3]], trials.mesh_of(dict(fsdp=2)), length=4)
+    mesh = trials.mesh_of(dict(fsdp=2))
+    (batch,) = mw.batches([[1, 2, 3]], mesh, length=4)
+    values = batch.join([torch.ones(3, 2).long()] * batch.num_documents)  # of another kind where there is no document
+    assert mw.by_document(mesh, [batch], [values])[0].tolist() == [[1, 1]] * 3
     return batch.num_documents, len(batch) - batch.num_filler

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ def _check_stream(name: str, values: object, num: int | None = None) -> None:
     if values.dim() != 1 or num not in (None, len(values)):
         for_tokens = "" if num is None else f" for {num} tokens"
         raise DataError(f"{name} has shape {tuple(values.shape)}{for_tokens}; give one value a token")
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    """Return a list, tensor or array of whole numbers as Python's: a tensor of one would be equal to itself alone."""
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not all(isinstance(each, Integral) for each in listed):
+        raise DataError(f"numbers and groups of a batch must be whole numbers, not {listed!r:.80}")
+    return tuple(int(each) for each in listed)
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
@@ -98,16 +107,20 @@ class Batch:
             )
         self._check_frames(bounds)
         self._number_documents()
-        if self.experts is not None and (self.experts.dim() != 3 or len(self.experts) != len(self)):
+        experts: object = self.experts
+        if experts is not None and not (
+            isinstance(experts, Tensor) and experts.dim() == 3 and len(experts) == len(self)
+        ):
+            given = tuple(experts.shape) if isinstance(experts, Tensor) else type(experts).__name__
             raise DataError(
-                f"experts of the batch has shape {tuple(self.experts.shape)} for {len(self)} tokens; it must be "
-                "[tokens, layers with experts, experts of a token]"
+                f"experts of the batch is {given} for {len(self)} tokens; it must be a tensor [tokens, layers with "
+                "experts, experts of a token]"
             )
 
     def _number_documents(self) -> None:
         """Fill in the numbers and groups that were not given; refuse those of another number of documents."""
-        numbers = tuple(self.numbers) or tuple(range(self.num_documents))
-        for name, given in (("numbers", numbers), ("groups", tuple(self.groups) or numbers)):
+        numbers = _whole_numbers(self.numbers) or tuple(range(self.num_documents))
+        for name, given in (("numbers", numbers), ("groups", _whole_numbers(self.groups) or numbers)):
             if len(given) != self.num_documents:
                 raise DataError(f"{name} has {len(given)} entries for {counted(self.num_documents, 'document')}")
             object.__setattr__(self, name, given)

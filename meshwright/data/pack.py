@@ -192,11 +192,19 @@ def joined_batches(batches: Sequence[Batch]) -> Batch:
         bounds=(*bounds, starts[-1]),
         fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, lengths, strict=True)])
                 for name in batches[0].fields},
-        experts=None if batches[0].experts is None else torch.cat([
-            b.experts[:num] for b, num in zip(batches, lengths, strict=True) if b.experts is not None
-        ]),
+        experts=_joined_experts(batches, lengths),
         images=joined_images(images) if images else None,
     )  # fmt: skip
+
+
+def _joined_experts(batches: Sequence[Batch], lengths: Sequence[int]) -> Tensor | None:
+    """Concatenate expert choices; where a batch has none, the router chooses."""
+    shape = next((batch.experts.shape[1:] for batch in batches if batch.experts is not None), None)
+    if shape is None:
+        return None
+    none = [torch.full((num, *shape), NO_EXPERT, dtype=torch.int32) for num in lengths]
+    pairs = zip(batches, none, lengths, strict=True)
+    return torch.cat([own if b.experts is None else b.experts[:num] for b, own, num in pairs])
 
 
 def filled(batch: Batch, length: int) -> Batch:

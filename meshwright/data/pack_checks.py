@@ -61,7 +61,10 @@ def check_experts(experts: Sequence[Any], sizes: Sequence[int]) -> Tensor:
         )
     if any(part.is_floating_point() or part.dim() != 3 for part in parts):
         raise DataError("experts must be whole numbers [tokens, layers with experts, experts of a token], -1 for none")
-    return torch.cat(parts).to(torch.int32)
+    flat = torch.cat(parts)
+    if len(flat) and not -1 <= int(flat.min()) <= int(flat.max()) < 2**31:  # a cast would wrap around
+        raise DataError(f"experts must be numbers from -1, not {int(flat.min())} to {int(flat.max())}")
+    return flat.to(torch.int32)
 
 
 def check_groups(groups: object, num: int) -> tuple[int, ...]:
@@ -69,11 +72,11 @@ def check_groups(groups: object, num: int) -> tuple[int, ...]:
     if groups is None:
         return ()
     listed = groups.tolist() if hasattr(groups, "tolist") else groups
-    if not isinstance(listed, Sequence) or not all(isinstance(group, int) for group in listed):
+    if not isinstance(listed, Sequence) or not all(isinstance(group, Integral) for group in listed):
         raise DataError(f"groups={groups!r:.80} must be a whole number for each document, such as [0, 0, 1, 1]")
     if len(listed) != num:
         raise DataError(f"groups has {len(listed)} numbers for {counted(num, 'document')}; give one for each")
-    return tuple(listed)
+    return tuple(map(int, listed))
 
 
 def check_lengths(sizes: Sequence[int], length: object) -> None:

@@ -293,9 +293,11 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
 def _weight(batch: Batch, per: str) -> float:
     """Return the weight of the targets of a batch: of the tokens, or the number of documents or groups that have some.
 
-    A micro-batch counts as its targets: its loss is not divided.
+    A loss that is not divided (per "micro_batch") counts the targets: weights may sum to anything.
     """
     is_target_T = batch.is_target_T
+    if per == "micro_batch":
+        return float(batch.num_targets)
     if per in ("document", "group"):
         return float(LossDocuments.of(batch).has_target(per).sum())
     return float(batch.fields.get(WEIGHT, is_target_T)[is_target_T].double().sum())
@@ -303,7 +305,9 @@ def _weight(batch: Batch, per: str) -> float:
 
 def _streams(batch: Batch) -> list[Tensor]:
     """Return all tensors of a batch, for its checksum."""
-    bounds = torch.tensor(batch.bounds, device=batch.tokens.device)
+    index = {group: at for at, group in enumerate(dict.fromkeys(batch.groups))}  # ids may differ where groups do not
+    of_documents = [*batch.bounds, *batch.numbers, *(index[group] for group in batch.groups)]
+    bounds = torch.tensor(of_documents, device=batch.tokens.device)
     frames = torch.tensor([astuple(frame) for frame in batch.frames], device=batch.tokens.device)
     pixels = [] if batch.images is None else [batch.images.patches_PC]
     more = [*pixels, *([] if batch.experts is None else [batch.experts])]

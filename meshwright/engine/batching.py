@@ -58,10 +58,11 @@ def batches(
             groups=groups, experts=experts,
         )  # fmt: skip
         sizes = [b - a for a, b in pairwise(whole.bounds)]
-        bins = _bins(_units(whole), sizes, limit)
+        bins = _bins(_units(whole), sizes, limit, "length" if max_tokens is None else "max_tokens")
         fullest = max(sum(sizes[number] for number in numbers) for numbers in bins)
         size = limit if max_tokens is None else -(-fullest // share) * share
-        return (whole, bins, size), _settings_to_compare(whole, limit), Data()
+        compared = {"max_tokens of batches()": max_tokens, **_settings_to_compare(whole, limit)}
+        return (whole, bins, size), compared, Data()
 
     (whole, bins, size), _ = compare(mesh, BATCHES, prepare)
     local = [cut(whole, numbers, size) for numbers in bins[mesh.data_rank :: mesh.num_data_ranks]]
@@ -78,17 +79,29 @@ def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) 
     """
 
     def prepare() -> tuple[tuple[Tensor, Tensor], Mapping[str, object], Data]:
+        lists = isinstance(batches, list | tuple) and isinstance(values, list | tuple)
+        if not lists or not batches or not all(isinstance(each, Tensor) for each in values):
+            raise DataError("by_document takes a list of batches, and a list of tensors [T, ...], one for each batch")
         shapes = [tuple(each.shape[:1]) for each in values]
         if shapes != [(len(batch),) for batch in batches]:
             raise DataError(f"values have {shapes} rows for batches of {[*map(len, batches)]} tokens; give one a token")
         flat = torch.cat([*values]).detach()
-        number_T = torch.cat([_number_of_tokens(batch) for batch in batches]).to(flat.device)
-        settings = {"the tokens of by_document()": len(flat), "the dtype of its values": flat.dtype}
+        number_T = torch.cat([_number_of_tokens(batch) for batch in batches])
+        settings = {"the tokens of by_document()": len(flat)}
         return (flat, number_T), settings, Data(num_targets=sum(batch.num_documents for batch in batches))
 
     (flat, number_T), gathered = compare(mesh, "by_document", prepare)
-    axes, at = ("replicate", "fsdp"), "the values by document"
-    number_T, flat = mesh.gather_rows(number_T, axes, at), mesh.gather_rows(flat, axes, at)
+    axes, at, device = ("replicate", "fsdp"), "the values by document", flat.device
+    # A data rank with padding alone may have values of another kind: zeros, of which nothing is taken.
+    kinds = mesh.gather_objects((flat.dtype, flat.shape[1:]) if number_T.any() else None, axes)
+    kind = {each for each in kinds if each is not None}
+    if len(kind) != 1:
+        raise DataError(f"values of by_document have {len(kind)} kinds on the data ranks: {sorted(map(str, kind))}")
+    if not number_T.any():
+        dtype, shape = kind.pop()
+        flat = torch.zeros(len(flat), *shape, dtype=dtype)
+    # On the device of the mesh: a process group of NCCL alone gathers nothing from the host.
+    number_T, flat = (mesh.gather_rows(each.to(mesh.device), axes, at) for each in (number_T, flat))
     # Number 0 is padding, which comes first.
     sizes, num = torch.bincount(number_T, minlength=1).tolist(), int(gathered.per_data_rank.column("num_targets").sum())
     if len(sizes) - 1 != num or not all(sizes[1:]):
@@ -96,7 +109,7 @@ def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) 
             f"by_document got {num} documents with numbers up to {len(sizes) - 2}, some twice or none; give the "
             "batches that mw.batches returned, all of them"
         )
-    return list(flat[number_T.argsort(stable=True)].split(sizes)[1:])
+    return list(flat[number_T.argsort(stable=True)].to(device).split(sizes)[1:])
 
 
 def _number_of_tokens(batch: Batch) -> Tensor:
@@ -125,6 +138,8 @@ def _check_length(length: object, max_tokens: object, share: int) -> int:
     number = int(given)
     if number % share and max_tokens is None:
         raise DataError(f"length={length} does not divide into cp*tp={share}; choose {-(-number // share) * share}")
+    if number < share:
+        raise DataError(f"{name}={number} is less than cp*tp={share}, which share the tokens of a batch")
     return number - number % share
 
 
@@ -148,7 +163,7 @@ def _frames(whole: Batch) -> Tensor:
     return torch.tensor([(frame.height, frame.width, frame.start) for frame in whole.frames])
 
 
-def _bins(units: Sequence[Sequence[int]], sizes: Sequence[int], length: int) -> list[list[int]]:
+def _bins(units: Sequence[Sequence[int]], sizes: Sequence[int], length: int, name: str) -> list[list[int]]:
     """Assign units of documents to batches, first fit decreasing: the longest first, each to the first with room.
 
     This packs tightly: first fit decreasing never needs more than 11/9 of the smallest number of bins, plus one.
@@ -159,8 +174,8 @@ def _bins(units: Sequence[Sequence[int]], sizes: Sequence[int], length: int) -> 
         numbers = units[longest]
         what = f"document {numbers[0]}" if len(numbers) == 1 else f"the group of documents {[*numbers]}"
         raise DataError(
-            f"{what} of {counted(tokens_of[longest], 'token')} does not fit into length={length}; split it, "
-            "leave it out, or choose a larger length"
+            f"{what} of {counted(tokens_of[longest], 'token')} does not fit into {name}={length}; split it, "
+            f"leave it out, or choose a larger {name}"
         )
     bins: list[list[int]] = []
     room: list[int] = []

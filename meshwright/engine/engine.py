@@ -57,6 +57,7 @@ from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
+    check_on_nonfinite,
     check_optimizer,
     check_tables,
     check_temperature,
@@ -108,6 +109,7 @@ class Engine:
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.temperature, self.on_nonfinite = temperature, on_nonfinite
         self.steps = self.tokens = 0  # trained so far; tokens without padding
+        self.metrics: dict[str, float] = {}  # of the loss, in the last `backward` or `step`
         self.saving: SaveJob | None = None  # the running `mw.save(..., wait=False)`
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
@@ -151,6 +153,7 @@ class Engine:
                 raise
             skipped = str(error)
         (result,) = results
+        self.metrics = dict(result.metrics)
         expert_load = result.load if self.router.balance.num_layers else None
         numbers = self.steps + bool(skipped), result.loss, result.norms[0], step.lr, step.num_targets, step.num_tokens
         return StepRecord(*numbers, expert_load, result.router_loss, result.mtp, result.metrics, skipped)
@@ -201,7 +204,7 @@ class Engine:
             results = self._results(shares, [], self.router.load_LE)
             if self.on_nonfinite == "raise":
                 self._refuse_nonfinite(results.nonfinite(self.steps))
-        self.model.calls.pending = replace(step, results=results)
+        self.model.calls.pending, self.metrics = replace(step, results=results), dict(results.metrics)
         return results.loss
 
     def _backward(self, batches: Sequence[Batch], step: Step) -> Tensor:
@@ -226,7 +229,7 @@ class Engine:
             check_trainable(loss)
             return loss, torch.cat([shares, self._metrics_M / step.weight])
 
-        local, want = self._local_batches(batches, step), Want(self.want, self.mtp is not None, self.temperature)
+        local, want = self._local_batches(batches, step), Want(self.want, self.mtp is not None, float(self.temperature))
         shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
@@ -290,7 +293,7 @@ class Engine:
         term = lambda batch, scores: self._share(batch, scores, step).detach().double()  # noqa: E731 - short
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
         # A pipeline stage without the head has no terms: its share stays 0.
-        want = Want(self.want, temperature=self.temperature)
+        want = Want(self.want, temperature=float(self.temperature))
         shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), want, term))
         return self._reduced_shares(shares)[0]
 
@@ -408,19 +411,20 @@ class Engine:
     def _agree(self, call: str, batches: Sequence[Batch]) -> Step:
         """Compare settings and data between ranks, and return the step that they make together."""
 
-        loss = Loss.of(self.loss)
-
         def propose() -> Proposal:
+            loss = Loss.of(self.loss)
+            per = loss.per if loss.normalise else "micro_batch"
             self.settle_saving()
-            check_temperature(self.temperature)
+            check_temperature(self.temperature, self.model.blueprint.scores)
+            check_on_nonfinite(self.on_nonfinite)
             if call == EVALUATE:
-                return Proposal(data_of(self.model, batches, self.want, loss.per), settings=self._settings())
+                return Proposal(data_of(self.model, batches, self.want, per), settings=self._settings())
             check_ready(self.model, self.trained)
             check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             options = self.optimizer.options
             settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
-            data = data_of(self.model, batches, self.want, loss.per)
+            data = data_of(self.model, batches, self.want, per)
             return Proposal(data, lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None
@@ -428,7 +432,7 @@ class Engine:
         if not self.model.mesh.rank:
             warn_of_same_data(gathered, self.model.mesh.num_data_ranks)
         step = whole_step(proposal, gathered, self.model.mesh)
-        step = step if loss.normalise else replace(step, weight=1.0)
+        step = step if Loss.of(self.loss).normalise else replace(step, weight=1.0)
         runs = forced_tower_runs(self.model, step.num_batches) if call == STEP else 0
         return replace(step, pictures=step.pictures | runs, owner=self)
 
@@ -440,7 +444,7 @@ class Engine:
             "the step": self.steps,
             "the loss": function.__qualname__,
             "what the loss is of": (loss.per, loss.normalise, loss.metrics),
-            "temperature": self.temperature,
+            "temperature": float(self.temperature),
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,
             "the score that the loss gets": self.want,

@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import parallel
 from ..axes import DENSE, REPLICA, Sum
 from ..data import IGNORE, Batch, pack
-from ..errors import StateError
+from ..errors import RankError, StateError, counted
 from ..models import Want, text_config
 from ..watch import doing, names_lost_ranks
-from .agreement import Proposal, agree, check_is_model, check_same_data, data_of
+from .agreement import GatheredData, Proposal, agree, check_is_model, check_same_data, data_of
 from .model import Model
 from .validation import check_no_placeholders, check_prompts, check_temperature, check_top_p
 from .vision_sync import sync_pictures
@@ -149,17 +149,29 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
         if want.score not in model.blueprint.scores:
             known, score = ", ".join(model.blueprint.scores), want.score
             raise StateError(f"the head of this model computes {known}, not {score}; choose another head= of mw.load")
-        check_temperature(want.temperature)
+        check_temperature(want.temperature, model.blueprint.scores)
         return Proposal(data_of(model, batches, want.score), settings={"temperature": want.temperature})
 
     _, gathered = agree(model, call, propose, REPLICA)
     check_same_data(gathered, model.mesh, REPLICA)
+    _check_same_count(gathered)
     synced = sync_pictures(batches, gathered.pictures, model.blueprint.module.tower)
     local = [batch.to(model.mesh.device) for batch in synced]
     both = lambda _batch, scores: scores[0] if len(scores) == 1 else torch.stack(scores, -1)  # noqa: E731 - short
     results = parallel.run_forward(model, local, want, both)
     shape = _scores_shape(model, len(local[0]), want.score)
     return list(_from_last_stage(model, results, (len(local), *shape)))
+
+
+def _check_same_count(gathered: GatheredData) -> None:
+    """Refuse calls with other numbers of batches on some ranks: each runs the collectives of a micro-batch."""
+    counts = gathered.column("num_batches")
+    if bool((counts != counts[0]).any()):
+        rank = int((counts != counts[0]).int().argmax())
+        raise RankError(
+            f"rank {rank} of the replica scores {counted(int(counts[rank]), 'batch', 'batches')}, and the first "
+            f"{int(counts[0])}; all ranks need the same number, as mw.batches makes them"
+        )
 
 
 def _scores_shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:

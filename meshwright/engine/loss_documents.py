@@ -39,12 +39,12 @@ class LossDocuments:
 
     def sum(self, values_T: Tensor) -> Tensor:
         """Sum over the tokens of each document that have a label. -> `[D, ...]`"""
-        # A reduction by segments and not index_add: without atomic additions each run gets the same bits.
-        return _sums(_masked(values_T, self.is_target_T), self._sizes_D)
+        return _sums(_masked(values_T, self.is_target_T), self._sizes_D, sum(self.sizes))
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Return the mean over the tokens of each document that have a label, 0 without any. -> `[D, ...]`"""
-        return (self.sum(values_T).t() / self.num_targets_D.clamp(min=1).to(values_T.dtype)).t()
+        sums_D = self.sum(values_T)
+        return sums_D / _like(self.num_targets_D.clamp(min=1), sums_D)
 
     def spread(self, values_D: Tensor) -> Tensor:
         """Return for each token the value of its document, 0 at padding. -> `[T, ...]`"""
@@ -57,11 +57,12 @@ class LossDocuments:
 
     def group_sum(self, values_D: Tensor) -> Tensor:
         """Sum over the documents of each group. -> `[G, ...]`"""
-        return _sums(values_D[self._by_group], self._sizes_G)
+        return _sums(values_D[self._by_group], self._sizes_G, self.num)
 
     def group_mean(self, values_D: Tensor) -> Tensor:
-        """Return the mean over the documents of each group. -> `[G, ...]`"""
-        return (self.group_sum(values_D).t() / self._sizes_G.to(values_D.dtype)).t()
+        """Return the mean over the documents of each group, those without a label too. -> `[G, ...]`"""
+        sums_G = self.group_sum(values_D)
+        return sums_G / _like(self._sizes_G, sums_G)
 
     def group_spread(self, values_G: Tensor) -> Tensor:
         """Return for each document the value of its group. -> `[D, ...]`"""
@@ -100,14 +101,23 @@ class LossDocuments:
         return rows, LossDocuments(sizes, groups, self.is_target_T[rows])
 
 
+def _like(numbers: Tensor, values: Tensor) -> Tensor:
+    """Return one number a row in the dtype of values `[rows, ...]`, to be broadcast over them."""
+    return numbers.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
+
+
 def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return values with 0 where the mask is false."""
-    return values_T.t().masked_fill(~mask_T, 0).t()
+    return values_T.masked_fill(~mask_T.view(-1, *[1] * (values_T.dim() - 1)), 0)
 
 
-def _sums(values: Tensor, sizes: Tensor) -> Tensor:
-    """Sum consecutive rows: of each segment of `sizes`, and of no rows beyond them."""
+def _sums(values: Tensor, sizes: Tensor, num: int) -> Tensor:
+    """Sum consecutive rows: of each segment of `sizes`, `num` rows together. -> in at least float32
+
+    Partial sums are float64: in bfloat16 a sum of ones ends at 256. A reduction by segments adds without atomics, so
+    each run gets the same bits.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
     if not len(sizes):
-        return values.new_zeros(0, *values.shape[1:])
-    used = values[: int(sizes.sum())].contiguous()
-    return torch.segment_reduce(used, "sum", lengths=sizes, axis=0)
+        return values.new_zeros(0, *values.shape[1:], dtype=dtype)
+    return torch.segment_reduce(values[:num].double().contiguous(), "sum", lengths=sizes, axis=0).to(dtype)

@@ -37,7 +37,7 @@ class Terms:
         self.model, self.want = model, want
         self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
         self.num_scores = len(self._names)
-        self._checked: object = None  # the last function whose fields and terms were checked
+        self._checked: object = None  # the loss, and the names of the fields, that were checked last
         self.failure: Exception | None = None
 
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -71,10 +71,10 @@ class Terms:
         masked = (torch.where(has_term_T, x.t(), x.detach().t()).t() for x in scores)
         inputs = dict(zip(self._names, masked, strict=True))
         terms_T, metrics_MT, names_read = call_loss(self.model, loss, inputs, fields)
-        if self._checked is not loss.function:
+        if self._checked != (loss, {*fields}):
             check_read({*fields} - names_read)
             self._check_by_token(loss, inputs, fields, has_term_T)
-            self._checked = loss.function
+            self._checked = (loss, {*fields})
         if WEIGHT in fields:
             terms_T, metrics_MT = terms_T * fields[WEIGHT], metrics_MT * fields[WEIGHT]
         check_differentiable(terms_T, scores)
@@ -116,12 +116,15 @@ class Terms:
             return self._nothing(loss, scores)
         has_grad = scores[0].requires_grad and torch.is_grad_enabled()
         leaves = [x.t().masked_fill(~batch.is_target_T, 0.0).t().requires_grad_(has_grad) for x in whole]
-        fields, inputs = {"labels": batch.labels, **batch.fields}, dict(zip(self._names, leaves, strict=True))
+        # Copies, because a loss may write into its scores, and a leaf must not be written into.
+        inputs = {name: leaf.clone() for name, leaf in zip(self._names, leaves, strict=True)}
+        fields = {"labels": batch.labels, **batch.fields}
         terms, metrics, names_read = call_loss(self.model, loss, inputs, fields, docs)
-        if self._checked is not loss.function:
+        if self._checked != (loss, {*fields}):
             check_read({*fields} - names_read, per=loss.per)
             # A micro-batch of one document shows nothing about several.
-            self._checked = loss.function if self._check_apart(loss, inputs, fields, docs) else self._checked
+            if self._check_apart(loss, inputs, fields, docs):
+                self._checked = (loss, {*fields})
         has_target = docs.has_target(loss.per)
         counts_here = float(not mesh.coords["cp"] and not mesh.coords["tp"])
         total = terms.masked_fill(~has_target, 0.0).sum()
@@ -137,9 +140,13 @@ class Terms:
     ) -> Tensor:  # fmt: skip
         """Return `value`, with the gradient of `total` for the scores of this rank's tokens."""
         lo, hi = self.model.mesh.token_range(len(batch))
+        has_term_T = batch.is_target_T[lo:hi]
         # A loss may read log-probabilities and no entropy. Materialised zeros keep every score connected.
         cotangents = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        surrogate = torch.stack([(x * c[lo:hi]).sum() for x, c in zip(scores, cotangents, strict=True)]).sum()
+        # A field may be anything where a token has no label, and the gradient there 0 * inf = NaN.
+        masked = lambda x: x.t().masked_fill(~has_term_T, 0.0).t()  # noqa: E731 - short
+        parts = [(masked(x) * masked(c[lo:hi])).sum() for x, c in zip(scores, cotangents, strict=True)]
+        surrogate = torch.stack(parts).sum()
         return surrogate + (value - surrogate).detach()
 
     @torch.no_grad()

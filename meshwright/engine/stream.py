@@ -30,10 +30,10 @@ def stream(
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yield (Hugging Face name, whole tensor) one after the other, in the source's layout. Every rank must exhaust it.
 
-    `ranks`: "first", on the CPU of rank 0 of the mesh, and no items elsewhere; or "all", every tensor on every rank, on its
-    device. About 64 MiB are held at a time, or one tensor if it is larger, and as much again while they are received.
-    A tensor owns its memory: it is no view of a bucket, so pickling it or sharing it with another process takes its own
-    bytes alone, and it stays as it is in later steps.
+    `ranks`: "first", on the CPU of rank 0 of the mesh, and no items elsewhere; or "all", every tensor on every rank, on
+    its device. About 64 MiB are held at a time, or one tensor if it is larger, and as much again while they are
+    received. A tensor owns its memory: it is no view of a bucket, so pickling it or sharing it with another process
+    takes its own bytes alone, and it stays as it is in later steps.
 
     Weights come in the dtype of the source, gradients in float32. `dtype`: cast weights before they are sent, except
     float32 parameters (`A_log`), as in `export`. Tensors outside the model (`mtp.*`) are left out.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..data import IGNORE, NO_EXPERT, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
@@ -29,6 +31,9 @@ COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
 _SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 1) / 100)"
 _PADDING_FIELDS = ("attention_mask", "padding_mask")  # packed documents need none
 _WEIGHT_SYNONYMS = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
+
+# Sorting the experts of a long batch takes most of a second, and scores and several steps take the same batch.
+_checked_experts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -88,8 +93,7 @@ def check_autocast(device: str) -> None:
 def check_engine(lr: object, loss: object, entropy: object, temperature: object, on_nonfinite: object) -> None:
     """Refuse arguments of `Engine` of the wrong type or range. A schedule is checked in each step, by `lr_of_step`."""
     check_temperature(temperature)
-    if on_nonfinite not in ON_NONFINITE:
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r:.80} is unknown; choose from {', '.join(ON_NONFINITE)}")
+    check_on_nonfinite(on_nonfinite)
     if not callable(lr) and not within(lr, 0):
         raise ConfigError(f"lr={lr!r:.80} must be a number of 0 or more, or {_SCHEDULE}")
     if not callable(loss) and not isinstance(loss, Loss):
@@ -180,6 +184,9 @@ def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
     for batch in batches:
         if batch.experts is None:
             continue
+        seen = (batch.experts._version, shape, balance.num_experts)
+        if _checked_experts.get(batch.experts) == seen:
+            continue
         if not balance.num_layers:
             raise DataError("the batch has choices of experts, but the model has no experts; leave experts= out")
         if batch.experts.shape[1:] != shape:
@@ -196,6 +203,7 @@ def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
                 f"token {token} has the experts {batch.experts[token, layer].tolist()} in layer {layer} of those with "
                 f"experts; they must be {balance.top_k} different ones of 0..{balance.num_experts - 1}, or all -1"
             )
+        _checked_experts[batch.experts] = seen
 
 
 def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | None) -> None:
@@ -228,12 +236,22 @@ def check_no_placeholders(prompts: Sequence[Sequence[int]], places: Sequence[int
             )
 
 
-def check_temperature(temperature: object) -> None:
-    """Refuse a temperature that logits cannot be divided by."""
-    if not within(temperature, 0) or not temperature:
+def check_temperature(temperature: object, scores: Container[str] = ("logprobs",)) -> None:
+    """Refuse a temperature that logits cannot be divided by, or for a head that has no logits."""
+    if not isinstance(temperature, Real) or not within(float(temperature), 0) or not temperature:
         raise ConfigError(
             f"temperature={temperature!r:.80} must be a number above 0, that of the samples; 1 by default"
         )
+    if temperature != 1 and "logprobs" not in scores:
+        raise ConfigError(
+            f"temperature={temperature} divides logits, and the head of this model has none; leave it out"
+        )
+
+
+def check_on_nonfinite(value: object) -> None:
+    """Refuse an unknown way to treat a step that is not finite."""
+    if value not in ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite={value!r:.80} is unknown; choose from {', '.join(ON_NONFINITE)}")
 
 
 def check_top_p(top_p: object) -> None:

@@ -24,7 +24,9 @@ _NUM_WARPS = 16
 
 
 @triton.jit(do_not_specialize_on_alignment=["labels", "stats"])
-def _token_stats(logits, labels, stats, V, stride, temperature, ENTROPY: tl.constexpr, B: tl.constexpr):
+def _token_stats(
+    logits, labels, stats, V, stride, temperature, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr, B: tl.constexpr
+):
     """Write logsumexp, the label's logit, and sum of p (log p) of one row, or its largest logit.
 
     `total` and `weighted` are sums of exp(x - largest) and of that times x - largest, over what was read so far; a
@@ -35,7 +37,9 @@ def _token_stats(logits, labels, stats, V, stride, temperature, ENTROPY: tl.cons
     largest, total, weighted = -float("inf"), 0.0, 0.0
     for first in range(0, V, B):
         at = first + tl.arange(0, B)
-        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32) / temperature
+        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
+        if TEMPERED:
+            x = x / temperature
         higher = tl.maximum(largest, tl.max(x, 0))
         shift = tl.where(
             higher == -float("inf"), 0.0, higher
@@ -49,7 +53,9 @@ def _token_stats(logits, labels, stats, V, stride, temperature, ENTROPY: tl.cons
         total = rescale * total + tl.sum(exp, 0)
         largest = higher
     label = tl.load(labels + t)
-    target = tl.load(row + label, mask=(label >= 0) & (label < V), other=0.0).to(tl.float32) / temperature
+    target = tl.load(row + label, mask=(label >= 0) & (label < V), other=0.0).to(tl.float32)
+    if TEMPERED:
+        target = target / temperature
     lse = tl.where(largest == -float("inf"), float("nan"), largest + tl.log(total))
     tl.store(stats + t * 3, lse)
     tl.store(stats + t * 3 + 1, target)
@@ -61,12 +67,16 @@ def _token_stats(logits, labels, stats, V, stride, temperature, ENTROPY: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["labels", "stats", "d_stats"])
 def _logit_gradients(
-    logits, labels, stats, d_stats, V, stride, temperature, ENTROPY: tl.constexpr, B: tl.constexpr
+    logits, labels, stats, d_stats, V, stride, temperature, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr,
+    B: tl.constexpr,
 ):  # fmt: skip
     """Overwrite logits with p * (d_lse + d_neg_entropy * (log p - neg_entropy)), plus d_target at the label."""
     t, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     logit = logits + t * stride + at
-    log_p = tl.load(logit, mask=at < V, other=0.0).to(tl.float32) / temperature - tl.load(stats + t * 3)
+    x = tl.load(logit, mask=at < V, other=0.0).to(tl.float32)
+    if TEMPERED:
+        x = x / temperature
+    log_p = x - tl.load(stats + t * 3)
     factor = tl.load(d_stats + t * 3)
     if ENTROPY:
         factor += tl.load(d_stats + t * 3 + 2) * (log_p - tl.load(stats + t * 3 + 2))
@@ -85,7 +95,7 @@ def token_stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, temperature:
     if num_tokens:
         launch(
             _token_stats, (num_tokens,), logits_TV, labels_T.contiguous(), stats_T3, num_words, logits_TV.stride(0),
-            temperature, entropy, _BLOCK, num_warps=_NUM_WARPS,
+            temperature, temperature != 1, entropy, _BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return stats_T3
 
@@ -98,21 +108,23 @@ def overwrite_with_gradient(
     if num_tokens:
         launch(
             _logit_gradients, (num_tokens, triton.cdiv(num_words, _BLOCK)), logits_TV, labels_T.contiguous(),
-            stats_T3.contiguous(), d_T3.contiguous(), num_words, logits_TV.stride(0), temperature, entropy,
-            _BLOCK, num_warps=_NUM_WARPS,
+            stats_T3.contiguous(), d_T3.contiguous(), num_words, logits_TV.stride(0), temperature, temperature != 1,
+            entropy, _BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 
-def _compiled(kernel: Any, dtype: str, entropy: bool) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
+def _compiled(
+    kernel: Any, dtype: str, entropy: bool, tempered: bool
+) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
     types = {"logits": dtype, "labels": "*i64", "stats": "*fp32", "d_stats": "*fp32", "V": "i32", "stride": "i32"}
     types["temperature"] = "fp32"
     used = {name: types[name] for name in kernel.arg_names if name in types}
-    return kernel, used, {"ENTROPY": entropy, "B": _BLOCK}, {"num_warps": _NUM_WARPS}
+    return kernel, used, {"TEMPERED": tempered, "ENTROPY": entropy, "B": _BLOCK}, {"num_warps": _NUM_WARPS}
 
 
 # What tests/test_kernels_compile.py compiles, without a device: kernel, types of its arguments, constants, options.
 COMPILED = [
-    _compiled(kernel, dtype, entropy)
+    _compiled(kernel, dtype, entropy, tempered)
     for kernel in (_token_stats, _logit_gradients)
-    for dtype, entropy in (("*bf16", False), ("*bf16", True), ("*fp32", True))
+    for dtype, entropy, tempered in (("*bf16", False, False), ("*bf16", True, True), ("*fp32", True, False))
 ]
