@@ -241,12 +241,14 @@ def test_a_loss_that_cannot_be_right_is_refused_on_all_ranks(messages: Any, name
 
 
 def _nan_in(engine: mw.Engine, step: int, what: str) -> mw.Loss:
-    """A loss that is NaN on one data rank, or whose gradient alone is not finite."""
+    """A loss that is NaN on one data rank; whose value alone is not finite; or whose gradient alone."""
     bad = engine.model.mesh.data_rank == engine.model.mesh.num_data_ranks - 1
 
     def loss(scores: Any, fields: Any) -> Any:
         if what == "loss":
             return -scores["logprobs"] * (math.nan if bad else 1.0), {"seen": torch.ones_like(scores["logprobs"])}
+        if what == "value":
+            return -scores["logprobs"] + (math.inf if bad else 0.0), {"seen": torch.ones_like(scores["logprobs"])}
         return -scores["logprobs"] + (scores["logprobs"] * 0).sqrt() * float(bad), {
             "seen": torch.ones_like(scores["logprobs"])
         }
@@ -287,7 +289,7 @@ def skipped(source: Path, mesh: dict[str, int], what: str, halves: bool) -> tupl
 def test_a_step_that_is_not_finite_is_skipped_as_a_value(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     cases = {
         (what, halves): lambda what=what, halves=halves: skipped(sources["qwen3"], mesh, what, halves)
-        for what in ("loss", "gradient") for halves in (False, True)
+        for what in ("loss", "value", "gradient") for halves in (False, True)
     }  # fmt: skip
     for (what, halves), ranks in worlds.in_turn(trials.world_of(mesh), cases).items():
         for record, same, steps, equal, as_alone in ranks:
@@ -297,9 +299,9 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_value(sources: dict[str, Path
                 assert not math.isfinite(record)
             else:
                 assert record.step == 2
-                assert "of step 1 is nan" in record.skipped
-                assert ("loss" if what == "loss" else "gradient norm") in record.skipped
-                assert math.isfinite(record.loss) == (what != "loss")
+                assert re.search("of step 1 is (nan|inf)", record.skipped)
+                assert ("gradient norm" if what == "gradient" else "loss") in record.skipped
+                assert math.isfinite(record.loss) == (what == "gradient")
                 assert record.metrics["seen"] == pytest.approx(1.0)
 
 
