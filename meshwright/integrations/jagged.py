@@ -1,0 +1,79 @@
+"""Forward and backward over documents of unequal length, with a loss that a framework calls on whole micro-batches.
+
+Frameworks hand over jagged tensors: the tokens of all documents of a micro-batch, one after the other, without padding.
+Here they become batches of one length on all data ranks, and scores come back without padding, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import api as mw
+from ..engine.loss_documents import LossDocuments
+
+# The scores `[tokens]` of a micro-batch by name, and its number -> one number to be minimised.
+JaggedLoss = Callable[[int, dict[str, Tensor]], Tensor]
+_NUMBER = "number_of_micro_batch"  # a field of each batch: a pipeline may call the loss out of order
+
+
+def packed(mesh: mw.Mesh, micro_batches: Sequence[Sequence[Tensor]], multiple: int = 1) -> list[mw.Batch]:
+    """Pack the documents of each micro-batch, all to the length of the fullest one of all data ranks.
+
+    `multiple`: of how many tokens that length is a multiple: fewer lengths mean fewer compilations. Data ranks with
+    other numbers of micro-batches raise on all ranks.
+    """
+    sizes = [sum(len(tokens) for tokens in documents) for documents in micro_batches]
+    rows = mesh.all_or_none(None, "the sizes of micro-batches", numbers=(len(sizes), max(sizes, default=0)))
+    counts = rows[:, 0].long().unique().tolist()
+    if counts == [0] or len(counts) > 1:
+        raise mw.DataError(f"the ranks have {counts} micro-batches; give all data ranks the same number, at least one")
+    share = multiple * mesh.axes.cp * mesh.axes.tp
+    length = -(-int(rows[:, 1].max()) // share) * share
+    return [_packed(documents, number, length) for number, documents in enumerate(micro_batches)]
+
+
+def _packed(documents: Sequence[Tensor], number: int, length: int) -> mw.Batch:
+    """Pack one micro-batch. Every token predicts the next one of its document: a framework masks in its loss."""
+    numbers = [torch.full((len(tokens),), number) for tokens in documents]
+    return mw.pack([tokens.tolist() for tokens in documents], length=length, fields={_NUMBER: numbers})
+
+
+def scores(model: mw.Model, batches: Sequence[mw.Batch], temperature: float) -> list[dict[str, Tensor]]:
+    """Return the scores of each batch by name, without padding: `[tokens]`. No gradients."""
+    found = mw.scores(model, batches, temperature=temperature)
+    return [
+        {name: x[: len(batch) - batch.num_filler] for name, x in each.items()}
+        for batch, each in zip(batches, found, strict=True)
+    ]
+
+
+def losses_of(mesh: mw.Mesh, loss: JaggedLoss, found: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Call a loss on the scores of each micro-batch. If it fails on one rank, all raise."""
+    call = lambda: [loss(number, each) for number, each in enumerate(found)]  # noqa: E731 - short
+    return mesh.together(call, "the loss of a framework", mw.DataError, "no loss was computed")
+
+
+def backward(engine: mw.Engine, batches: Sequence[mw.Batch], loss: JaggedLoss, temperature: float) -> None:
+    """Leave the gradient of the losses of all micro-batches of all data ranks, summed, on the parameters.
+
+    `loss` is called on the ranks with the head, once for each micro-batch. It gets all scores of the micro-batch on
+    any mesh.
+    """
+    engine.loss = mw.Loss(_Loss(loss), per="micro_batch", normalise=False)
+    engine.temperature = temperature
+    engine.backward(batches)
+
+
+@dataclass(frozen=True, eq=False)
+class _Loss:
+    """A loss of a framework in the form that `mw.Loss` takes."""
+
+    loss: JaggedLoss
+
+    def __call__(self, scores: dict[str, Tensor], fields: dict[str, Tensor], docs: LossDocuments) -> Tensor:
+        num_tokens = sum(docs.sizes)
+        return self.loss(int(fields[_NUMBER][0]), {name: x[:num_tokens] for name, x in scores.items()})

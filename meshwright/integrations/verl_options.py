@@ -1,0 +1,100 @@
+"""What verl's configs mean in Meshwright: mesh, model, optimizer, learning rate. No verl is imported here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import api as mw
+
+_AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+
+
+def mesh_axes(axes: Mapping[str, int | None], world: int) -> dict[str, Any]:
+    """Return the sizes of the mesh axes. `fsdp` is what the other axes leave of the ranks, unless it is given."""
+    if unknown := [name for name in axes if name not in _AXES]:
+        raise mw.ConfigError(f"mesh has {unknown[0]!r}; its axes are {', '.join(_AXES)}")
+    sizes = {name: size for name, size in axes.items() if size is not None}
+    others = math.prod(size for name, size in sizes.items() if name not in ("fsdp", "ep"))
+    return {"fsdp": max(1, world // max(1, others)), **sizes}
+
+
+def model_options(model: Any, engine: Any, head: str) -> dict[str, Any]:
+    """Return the arguments of `mw.load`."""
+    memory = {"compiled": False, "recompute": "full" if model.enable_gradient_checkpointing else "none"}
+    options: dict[str, Any] = {
+        "head": head,
+        "dtype": dtype_of(engine.dtype),
+        "memory": mw.MemoryOptions(**{**memory, **engine.memory}),
+        "pipeline": mw.Pipeline(**engine.pipeline),
+        "context": mw.ContextParallel(**engine.context),
+    }
+    if engine.forward_only:
+        options["train"] = []
+    if lora := lora_of(model):
+        options["lora"] = lora
+    return {**options, **engine.load}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as "bfloat16" or "bf16"."""
+    names = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+    known = {each: getattr(torch, each) for each in names.values()}
+    wanted = known.get(names.get(name, name))
+    if wanted is None:
+        raise mw.ConfigError(f"dtype={name!r} is not supported; choose from {', '.join(known)}")
+    return wanted
+
+
+def lora_of(model: Any) -> mw.Lora | None:
+    """Return the adapters that verl's model config asks for."""
+    if model.lora_rank <= 0 and not model.lora_adapter_path:
+        return None
+    for name in ("exclude_modules", "target_parameters"):
+        if model[name]:
+            raise mw.ConfigError(f"model.{name}={model[name]!r} is not supported; name what is adapted: target_modules")
+    targets = model.target_modules
+    return mw.Lora(
+        rank=model.lora_rank, alpha=float(model.lora_alpha),
+        targets=targets if isinstance(targets, str) else list(targets), path=model.lora_adapter_path,
+    )  # fmt: skip
+
+
+def peft_config(lora: mw.Lora) -> dict[str, Any]:
+    """Return the fields of PEFT's config that a rollout reads."""
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
+
+
+def optimizer_of(optim: Any) -> mw.AdamW:
+    """Return the optimizer. Refuse another than AdamW: a run must not train with something else than its config."""
+    name, extra = optim.get("optimizer", "AdamW"), dict(optim.get("override_optimizer_config") or {})
+    if str(name).lower() not in ("adamw", "adam"):
+        raise mw.ConfigError(f"optim.optimizer={name!r} is not supported; choose AdamW")
+    eps = extra.pop("eps", optim.get("eps") or 1e-8)
+    if extra:
+        raise mw.ConfigError(f"optim.override_optimizer_config has {sorted(extra)}; only eps is supported")
+    return mw.AdamW(betas=(optim.betas[0], optim.betas[1]), eps=eps, weight_decay=optim.weight_decay)
+
+
+def learning_rate(optim: Any, step: int) -> float:
+    """Return the learning rate after `step` calls of `lr_scheduler_step`, by the formulas of verl's FSDP engine."""
+    total, warmup = optim.total_training_steps, optim.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(optim.lr_warmup_steps_ratio * total)
+    kind = optim.get("lr_scheduler_type") or "constant"
+    if kind not in ("constant", "cosine"):
+        raise mw.ConfigError(f"optim.lr_scheduler_type={kind!r} is not supported; choose constant or cosine")
+    if kind == "cosine" and not optim.get("zero_indexed_step", True):
+        step += 1
+    if step < warmup:
+        return optim.lr * step / warmup
+    if kind == "constant":
+        return optim.lr
+    least, cycles = optim.get("min_lr_ratio") or 0.0, optim.get("num_cycles", 0.5)
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = math.cos(math.pi * cycles * 2.0 * progress)
+    return optim.lr * max(least, cosine * (1 - least) / 2 + (1 + least) / 2)
