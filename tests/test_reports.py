@@ -213,7 +213,7 @@ def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, T
     engine = build(source, mesh)
     first = 2 * engine.model.mesh.data_rank
 
-    def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(logits_TE: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
         own_k = torch.arange(first, first + k)
         return logits_TE.softmax(-1)[:, own_k], own_k.expand(len(logits_TE), k)
 
