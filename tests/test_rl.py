@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +353,12 @@ def test_sums_of_documents_are_wide() -> None:
     assert docs.sum(ones[:, 0] > 0).tolist() == docs.sum(torch.ones(2005).long()).tolist() == [2000.0, 3.0]
     assert docs.mean(torch.ones(2005, 2, 2)).shape == (2, 2, 2)
     assert docs.group_mean(docs.sum(ones)).tolist() == [[1001.5] * 2]
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    """Weights to every rank, sleep, samples, a step: three rounds of examples/grpo.py; 40 raise the reward to 0.7."""
+    command = [sys.executable, "-m", "examples.grpo", "--rounds", "3"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"round   0: reward \d\.\d\d of 1\.5, entropy \d", done.stdout), done.stdout
