@@ -359,6 +359,7 @@ def test_sums_of_documents_are_wide() -> None:
 def test_the_example_runs() -> None:
     """Weights to every rank, sleep, samples, a step: three rounds of examples/grpo.py; 40 raise the reward to 0.7."""
     command = [sys.executable, "-m", "examples.grpo", "--rounds", "3"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"round   0: reward \d\.\d\d of 1\.5, entropy \d", done.stdout), done.stdout
