@@ -145,7 +145,7 @@ def other_filler(patch: pytest.MonkeyPatch) -> None:
         in_backward.pop()
 
     patch.setattr(run_step._Passes, "backward", marked)
-    patch.setattr(Balance, "begin", lambda self, mask: None if in_backward else real(self, mask))
+    patch.setattr(Balance, "begin", lambda self, *given: None if in_backward else real(self, *given))
 
 
 def order_of_torch(patch: pytest.MonkeyPatch) -> None:

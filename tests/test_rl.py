@@ -190,6 +190,8 @@ REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
         words("DataError", r"metrics \['other'\]", "'kl'")),
     "metrics of another shape": (dict(), _refused(mw.Loss(lambda s, f: (-s["logprobs"], {"kl": f["old"].mean()}),
         metrics=("kl",))), words("DataError", "'kl'", r"shape \(\)")),
+    "metrics that are not declared": (dict(), _refused(rl_losses.ppo), words("DataError", "metrics", "declare",
+        r"mw\.Loss\(function, metrics=\('clip_fraction', 'kl'\)")),
     "metrics without a name": (dict(), lambda e: mw.Loss(rl_losses.ppo, metrics="kl"), words("^ConfigError", "'kl'")),
     "weights that a document does not read": (dict(), lambda e: mw.Engine(e.model, lr=1.0, loss=mw.Loss(
         lambda s, f, d: -d.mean(s["logprobs"]), per="document")).step([mw.pack([[1, 2, 3]], fields={"weight":

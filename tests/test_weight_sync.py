@@ -90,7 +90,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def by_group(at: Path, out: Path) -> None:
     group = group_of(1, at)
     for n in range(ROUNDS):
-        kept(receive_from_group(group), out / f"group-{n}.safetensors")
+        kept(receive_from_group(group, 0), out / f"group-{n}.safetensors")
 
 
 def by_directory(out: Path) -> None:
@@ -184,7 +184,7 @@ def through_group() -> list[str]:
     for _, (stream, specs, _) in ways:
         if dist.get_rank() == 1:
             answers.append(says(lambda stream=stream, specs=specs: send_to_group(
-                iter(stream() or {}), specs, group, 1, bucket_bytes=SMALL)))  # fmt: skip
+                iter(stream() or {}), specs, group, bucket_bytes=SMALL)))  # fmt: skip
         else:
             out: dict[str, Tensor] = {}
             answers.append(says(lambda out=out: out.update(receive_from_group(group, 1))))
@@ -202,7 +202,7 @@ def test_an_error_of_the_sender_is_raised_in_the_group() -> None:
 
 def test_a_receiver_that_dies_is_an_error_of_the_group(tmp_path: Path) -> None:
     def die(at: Path) -> None:
-        next(receive_from_group(group_of(1, at)))
+        next(receive_from_group(group_of(1, at), 0))
         os._exit(7)
 
     def run() -> tuple[str, list[Any]]:
@@ -282,3 +282,21 @@ def test_a_sender_or_receiver_that_never_comes(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 30)
     assert "about 100 characters" in error_of(lambda: send_to_process({}.items(), [], long, timeout_s=0.05))
     assert "bucket_bytes=0" in error_of(lambda: send_to_group({}.items(), [], object(), bucket_bytes=0))
+
+
+def of_another_rank() -> list[str]:
+    """A receiver that names itself, or no rank; and a first message that is none of a stream."""
+    group, answers = mesh_of(dict(fsdp=2)).process_group(("pp", "replicate", "fsdp", "cp", "tp")), []
+    answers += [error_of(lambda src=src: list(receive_from_group(group, src))) for src in (dist.get_rank(), 2, -1)]
+    if dist.get_rank():
+        answers.append(error_of(lambda: list(receive_from_group(group, 0))))
+    else:
+        group.broadcast([torch.full((16,), 200, dtype=torch.uint8)]).wait()
+    return answers
+
+
+def test_a_receiver_that_names_another_sender_is_refused() -> None:
+    sender, receiver = worlds.run(2, of_another_rank)
+    for answers in (sender[:3], receiver[:3]):
+        assert all("is not another rank of this group of 2" in answer for answer in answers), answers
+    assert "no stream of weights" in receiver[3]

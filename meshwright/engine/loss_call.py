@@ -36,7 +36,13 @@ def call_loss(
         result = loss.function(NamedTensors(scores, names), copies, *([] if docs is None else [docs]))
     finally:
         model.calls.in_loss = False
-    terms, metrics = result if loss.metrics and isinstance(result, tuple) and len(result) == 2 else (result, {})
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if is_pair and not loss.metrics and isinstance(result[1], Mapping):
+        raise DataError(
+            f"the loss returned metrics {sorted(result[1])}, which it must declare: mw.Loss(function, "
+            f"metrics={(*sorted(result[1]),)})"
+        )
+    terms, metrics = result if is_pair and loss.metrics else (result, {})
     shape = (len(next(iter(scores.values()))),) if docs is None else (docs.num_terms(loss.per),)
     check_terms(terms, () if loss.per == "micro_batch" else shape, loss.per)
     check_metrics(metrics, loss.metrics, terms)

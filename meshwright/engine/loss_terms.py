@@ -37,7 +37,7 @@ class Terms:
         self.model, self.want = model, want
         self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
         self.num_scores = len(self._names)
-        self._checked: object = None  # the loss, and the names of the fields, that were checked last
+        self._checked: tuple[Loss, set[frozenset[str]]] | None = None  # the loss, and with which fields
         self.failure: Exception | None = None
 
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -53,6 +53,16 @@ class Terms:
             except Exception as error:  # noqa: BLE001 - any error of user code; the engine raises it on all ranks
                 self.failure = error
         return self._nothing(loss, scores)
+
+    def _is_checked(self, loss: Loss, fields: Mapping[str, Tensor]) -> bool:
+        """Tell whether a loss was checked with these fields. The checks wait for the device, so they must not run
+        again where micro-batches with and without weights alternate."""
+        return self._checked is not None and self._checked[0] == loss and frozenset(fields) in self._checked[1]
+
+    def _note_checked(self, loss: Loss, fields: Mapping[str, Tensor]) -> None:
+        if self._checked is None or self._checked[0] != loss:
+            self._checked = (loss, set())
+        self._checked[1].add(frozenset(fields))
 
     @staticmethod
     def _nothing(loss: Loss, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -71,10 +81,10 @@ class Terms:
         masked = (torch.where(has_term_T, x.t(), x.detach().t()).t() for x in scores)
         inputs = dict(zip(self._names, masked, strict=True))
         terms_T, metrics_MT, names_read = call_loss(self.model, loss, inputs, fields)
-        if self._checked != (loss, {*fields}):
+        if not self._is_checked(loss, fields):
             check_read({*fields} - names_read)
             self._check_by_token(loss, inputs, fields, has_term_T)
-            self._checked = (loss, {*fields})
+            self._note_checked(loss, fields)
         if WEIGHT in fields:
             terms_T, metrics_MT = terms_T * fields[WEIGHT], metrics_MT * fields[WEIGHT]
         check_differentiable(terms_T, scores)
@@ -120,11 +130,11 @@ class Terms:
         inputs = {name: leaf.clone() for name, leaf in zip(self._names, leaves, strict=True)}
         fields = {"labels": batch.labels, **batch.fields}
         terms, metrics, names_read = call_loss(self.model, loss, inputs, fields, docs)
-        if self._checked != (loss, {*fields}):
+        if not self._is_checked(loss, fields):
             check_read({*fields} - names_read, per=loss.per)
             # A micro-batch of one document shows nothing about several.
             if self._check_apart(loss, inputs, fields, docs):
-                self._checked = (loss, {*fields})
+                self._note_checked(loss, fields)
         has_target = docs.has_target(loss.per)
         counts_here = float(not mesh.coords["cp"] and not mesh.coords["tp"])
         total = terms.masked_fill(~has_target, 0.0).sum()

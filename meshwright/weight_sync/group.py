@@ -15,20 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankError
+from ..errors import ConfigError, RankError
 from ..watch import waiting_at
 from .buckets import Stream, bucket_size, exhaust, fill, num_buckets, unpack
 from .specs import TensorSpec, encoded, of_json, to_json
 
 _HEAD = 8  # bytes before the bucket: the length of an error message in it, else 0
+_MARK = 0x6D6573687772  # before the metadata: a receiver of another rank's message must not take it for a length
 _LEAST = 1024  # bytes of a bucket, so that a message fits
 
 
 def send_to_group(
-    stream: Stream, specs: Sequence[TensorSpec], group: dist.ProcessGroup | None, src: int = 0, *,
+    stream: Stream, specs: Sequence[TensorSpec], group: dist.ProcessGroup | None, *,
     bucket_bytes: int | None = None, device: torch.device | str | None = None,
 ) -> None:  # fmt: skip
-    """Broadcast the tensors of a stream from rank `src` of a group, which this process is.
+    """Broadcast the tensors of a stream from this process to the others of a group.
 
     All ranks of the mesh iterate a stream: those outside of the group pass `group=None`, and take part without sending.
     `specs`: of `mw.tensor_specs` with the same arguments. `device`: where buckets lie, that of the tensors for NCCL;
@@ -40,15 +41,16 @@ def send_to_group(
         return
     tensors = iter(stream)
     try:
-        _send(tensors, specs, _Carrier(group, src, torch.device(device or "cpu")), bucket_bytes)
+        size = max(_LEAST, bucket_size(specs, bucket_bytes))
+        _send(tensors, specs, _Carrier(group, group.rank(), torch.device(device or "cpu")), size)
     except Exception:
         exhaust(tensors)
         raise
 
 
-def _send(tensors: Stream, specs: Sequence[TensorSpec], carrier: _Carrier, bucket_bytes: int | None) -> None:
+def _send(tensors: Stream, specs: Sequence[TensorSpec], carrier: _Carrier, size: int) -> None:
     """Broadcast the metadata, then the buckets."""
-    size, at = max(_LEAST, bucket_size(specs, bucket_bytes)), "the metadata"
+    at = "the metadata"
     try:
         carrier.send_object({"specs": to_json(specs), "bucket_bytes": size})
         bucket = carrier.empty(_HEAD + size)
@@ -61,12 +63,18 @@ def _send(tensors: Stream, specs: Sequence[TensorSpec], carrier: _Carrier, bucke
 
 
 def receive_from_group(
-    group: dist.ProcessGroup, src: int = 0, *, device: torch.device | str | None = None
+    group: dist.ProcessGroup, src: int, *, device: torch.device | str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) that `send_to_group` sends, on `device`. Each tensor owns its memory.
 
-    Every receiver must exhaust it.
+    `src`: the rank of the sender in the group, not in the world (`dist.get_group_rank(group, global_rank)`). Every
+    receiver must exhaust it.
     """
+    if not 0 <= src < group.size() or src == group.rank():
+        raise ConfigError(
+            f"src={src} is not another rank of this group of {group.size()}, in which this process is rank "
+            f"{group.rank()}; give the rank of the sender in the group: dist.get_group_rank(group, global_rank)"
+        )
     carrier = _Carrier(group, src, torch.device(device or "cpu"))
     try:
         meta = carrier.receive_object()
@@ -124,16 +132,19 @@ class _Carrier:
             raise _Lost(str(error)) from error
 
     def send_object(self, message: dict[str, Any]) -> None:
-        """Broadcast JSON: its length, then its bytes."""
+        """Broadcast JSON: a mark, its length, then its bytes."""
         data = torch.frombuffer(bytearray(encoded(message)), dtype=torch.uint8).to(self.device)
-        self.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=self.device).view(torch.uint8))
+        self.broadcast(torch.tensor([_MARK, len(data)], dtype=torch.int64, device=self.device).view(torch.uint8))
         self.broadcast(data)
 
     def receive_object(self) -> dict[str, Any]:
         """Return what `send_object` sends."""
-        length = self.empty(8)
-        self.broadcast(length)
-        data = self.empty(int(length.view(torch.int64)))
+        head = self.empty(16).fill_(0)
+        self.broadcast(head)
+        mark, length = head.view(torch.int64).tolist()
+        if mark != _MARK:
+            raise RankError("what came is no stream of weights: give receive_from_group the rank of the sender (src=)")
+        data = self.empty(length)
         self.broadcast(data)
         message: dict[str, Any] = json.loads(bytes(data.tolist()))
         return message
