@@ -237,7 +237,7 @@ def weights_ignored(patch: Patch) -> None:
 
 aux_each_micro_batch = around(router_module.Router, "set_slope")(lambda real, self, tokens, num: real(self, tokens, 1))
 aux_with_filler = around(router_balance.Balance, "begin")(
-    lambda real, self, has_term_T: real(self, torch.ones_like(has_term_T))
+    lambda real, self, has_term_T, *given: real(self, torch.ones_like(has_term_T), *given)
 )
 
 
