@@ -37,7 +37,8 @@ OTHERS = {
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
         "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP", "ops.host_memory._ALIGNED",
         "ops.host_memory._WRITABLE",
-        "weight_sync.group._HEAD", "weight_sync.group._LEAST", "weight_sync.group._MARK", "weight_sync.shared_memory._MARK_BYTES",
+        "weight_sync.group._HEAD", "weight_sync.group._LEAST", "weight_sync.group._MARK",
+        "weight_sync.shared_memory._MARK_BYTES",
     },
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
