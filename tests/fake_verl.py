@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Data(dict[str, Any]):
-    """What a TensorDict is to the backend."""
+    """Stand for a TensorDict, as the backend reads it."""
 
     def to(self, device: Any) -> Data:
         return Data({k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.items()})

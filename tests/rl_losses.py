@@ -109,7 +109,7 @@ LOSSES: dict[str, tuple[mw.Loss, str, list[int] | None]] = {
 
 
 class _Lists:
-    """What `docs` is to a loss, by loops over lists of tensors: all documents of a step at once."""
+    """Stand for `docs` of a loss, by loops over lists of tensors: all documents of a step at once."""
 
     def __init__(self, masks: list[Tensor], groups: list[int]) -> None:
         self.masks, self.groups = masks, groups

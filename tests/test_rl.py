@@ -72,7 +72,7 @@ def gradients(
 
 
 def expected(source: Path, loss: str) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-    """The same by hand: scores of all documents from plain logits, and a loss over lists."""
+    """Compute the step by hand: scores of all documents from plain logits, and a loss over lists."""
     _, head, _ = LOSSES[loss]
     engine = engine_of(source, {}, loss)
     found: dict[str, Any] = {}

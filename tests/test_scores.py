@@ -42,7 +42,7 @@ def scored(source: Path, mesh: dict[str, int], head: str) -> dict[str, list[Tens
 
 
 def plainly(source: Path, head: str) -> dict[str, list[Tensor]]:
-    """The same from the logits of each document alone."""
+    """Compute the scores from the logits of each document alone."""
     model = mw.load(source, trials.mesh_of({}), head=head, dtype=torch.float64, train=[])
     answers: dict[str, list[Tensor]] = {}
     for tokens, mask in zip(rl_losses.documents(), rl_losses.masks(), strict=True):

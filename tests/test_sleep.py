@@ -251,7 +251,7 @@ def remaining(source: Path, case: Case) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_no_other_memory_stays(sources: Callable[[str], Path], name: str) -> None:
-    """What stays are tables of RoPE, counters of the router, and the like."""
+    """Bound the bytes that stay: tables of RoPE, counters of the router, and the like."""
     case = next(case for case in CASES if case.name == name)
     for freed, lost, stays in worlds.run(trials.world_of(dict(case.mesh)), remaining, sources(case.source), case):
         assert abs(freed - lost) < NOISE < freed / 10

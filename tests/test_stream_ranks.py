@@ -158,7 +158,7 @@ def test_shards_tile_the_tensors_of_every_layout(family: str) -> None:
 
 
 def test_a_box_that_is_several_boxes_of_the_file() -> None:
-    """The same columns of two matrices that lie one after the other in one tensor: no family has it, a new one may."""
+    """Take the same columns of two matrices that share a tensor: no family has it, a new one may."""
     file = (18, 8)
     block = Block(Box.whole((2, 9, 8)), "it", file, Box.whole(file))
     overlap = Overlap(Key("it", "F32", file, ""), block, Piece(Param({}, {}, ()), block.ours, 0, 0), block.ours)

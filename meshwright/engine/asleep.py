@@ -1,4 +1,4 @@
-"""What of a model is asleep: in host memory, with its device storages freed (`Engine.sleep`)."""
+"""Track the parts of a model that sleep: in host memory, with their device storages freed (`Engine.sleep`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a term of a loss is about: a token, a document, a group of documents, or a micro-batch."""
+"""The unit of a loss: its terms are per token, per document, per group of documents, or per micro-batch."""
 
 from __future__ import annotations
 

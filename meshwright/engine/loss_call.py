@@ -17,7 +17,7 @@ from .validation import check_metrics, check_terms
 
 
 class Result(NamedTuple):
-    """What a loss made of a micro-batch: its terms, the metrics `[M, terms]`, and the names of the fields it read."""
+    """The result of a loss for a micro-batch: terms, metrics `[M, terms]`, and the names of the fields it read."""
 
     terms: Tensor
     metrics: Tensor

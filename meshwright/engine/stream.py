@@ -94,7 +94,7 @@ def shards(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to hand out: weights or gradients, in which format or dtype."""
+    """A choice of tensors to hand out: weights or gradients, in which format or dtype."""
 
     which: str
     form: str = "values"

@@ -19,7 +19,7 @@ class WeightDeltas:
     """The changes of weights since they were last sent, in the dtype in which they are sent.
 
     Make it when the receivers have the present weights: right after a whole `stream`, or where both sides loaded the
-    same files. Each rank keeps the pieces that it owns, in `dtype`, on the host. All ranks make it and use it alike.
+    same files. Each rank keeps the pieces that it owns, in `dtype`, on the host. All ranks make and use it.
     `which`, `dtype`: as in `stream`.
     """
 

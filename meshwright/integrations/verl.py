@@ -34,7 +34,7 @@ _UNSUPPORTED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillati
 
 @dataclass
 class MeshwrightEngineConfig(EngineConfig):  # type: ignore[misc] # verl ships no types
-    """What is Meshwright's own: the mesh, and arguments of `mw.load`.
+    """The config of the engine itself: the mesh, and arguments of `mw.load`.
 
     `mesh`: sizes of axes; `fsdp` is by default what the others leave. `memory`, `pipeline`, `context`: the fields of
     `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more arguments of `mw.load`, such as `fp8`.

@@ -1,4 +1,4 @@
-"""What verl's configs mean in Meshwright: mesh, model, optimizer, learning rate. No verl is imported here."""
+"""Translate verl's configs into arguments of Meshwright: mesh, model, optimizer, learning rate. Imports no verl."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as
 
 
 class Want(NamedTuple):
-    """What a forward computes: one of the `scores` of the head."""
+    """A request to a forward: one of the `scores` of the head."""
 
     score: str
     mtp: bool = False  # the MTP head runs too: in training

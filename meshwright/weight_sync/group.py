@@ -1,6 +1,6 @@
 """Broadcast weights over a process group of the caller's: one sender, which is a rank of a mesh, and its receivers.
 
-Such a group is made beside the mesh, with NCCL or gloo, as inference engines make it (vLLM's stateless process group,
+Such a group is made outside the mesh, with NCCL or gloo, as inference engines make it (vLLM's stateless process group,
 SGLang's update_weights_from_distributed). The first broadcast is the metadata, as JSON; then buckets follow. Every
 bucket begins with a number that says whether the sender failed, so an error there is an error here and not a hang.
 """

@@ -104,7 +104,7 @@ def _taken(channel: _Channel, device: torch.device) -> None:
 
 
 def _reported(filled: Iterator[int], channel: _Channel) -> Iterator[int]:
-    """Pass on the buckets of a stream. If the stream raises, the receiver is told why."""
+    """Pass on the buckets of a stream. If the stream raises, the receiver gets the reason."""
     try:
         yield from filled
     except Exception as error:

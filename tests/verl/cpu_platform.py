@@ -31,7 +31,7 @@ _MODULE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """What verl asks of a device, answered for the host."""
+    """Answer for the host what verl asks of a device."""
 
     device_name = "cpu"
     vendor_name = "cpu"
