@@ -1,6 +1,6 @@
 """The public names, imported. `import meshwright` takes them from this module when the first of them is used."""
 
-from . import train, weight_sync
+from . import objectives, train, weight_sync
 from .checkpoint import copy_checkpoint
 from .data import Batch, over_tokens, pack
 from .engine import (
@@ -111,6 +111,7 @@ __all__ = [
     "logits",
     "logprobs",
     "losses",
+    "objectives",
     "over_tokens",
     "pack",
     "resume",

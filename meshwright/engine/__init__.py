@@ -12,6 +12,7 @@ from .engine import Engine
 from .export import check_export, export
 from .inference import embeddings, expert_choices, logits, logprobs, sample, scores
 from .loss import Loss
+from .loss_documents import LossDocuments
 from .model import Model, init, load
 from .mtp import MtpRecord
 from .step_results import StepRecord

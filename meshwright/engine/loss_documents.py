@@ -57,7 +57,7 @@ class LossDocuments:
 
     def group_sum(self, values_D: Tensor) -> Tensor:
         """Sum over the documents of each group. -> `[G, ...]`"""
-        return _sums(values_D[self._by_group], self._sizes_G, self.num)
+        return _sums(values_D[self.by_group], self._sizes_G, self.num)
 
     def group_mean(self, values_D: Tensor) -> Tensor:
         """Return the mean over the documents of each group, those without a label too. -> `[G, ...]`"""
@@ -70,10 +70,11 @@ class LossDocuments:
 
     def group_split(self, values_D: Tensor) -> list[Tensor]:
         """Split values of documents into a tensor for each group, in the order of its documents: such as pairs."""
-        return list(values_D[self._by_group].split(self._sizes_G.tolist()))
+        return list(values_D[self.by_group].split(self._sizes_G.tolist()))
 
     @property
-    def _by_group(self) -> Tensor:
+    def by_group(self) -> Tensor:
+        """Return the documents by group, in their order."""
         return self.group_D.argsort(stable=True)
 
     @property
