@@ -18,4 +18,4 @@ from .row_files import SUFFIXES, files_of
 from .texts import Ready, TextOnly, Texts
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
 from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
-from .tokens import Tokens
+from .tokens import Tokens, scored, together

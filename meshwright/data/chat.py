@@ -136,7 +136,7 @@ class Chat:
         more without it (what the chat looks like afterwards). The second must begin with the first; the rest is the
         turn. A template for which that is not so would be trained on in one way and used in another.
         """
-        thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
+        thinks = thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
         # Row arguments win over options, and both over the guess from the turn.
         flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
         prompt_text, full_text = bounded(
@@ -239,7 +239,7 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
     ]
 
 
-def _thinks(message: Message) -> bool:
+def thinks(message: Message) -> bool:
     """Return whether a message thinks, in its own field or inside of `<think>`. A raw completion has the closing tag
     alone.
 

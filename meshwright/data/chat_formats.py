@@ -49,12 +49,12 @@ class _Format:
     @property
     def fields(self) -> set[str]:
         """Return all fields that the format uses."""
-        return {*self.needs, *self.may, *_WITH_ALL}
+        return {*self.needs, *self.may, *WITH_ALL}
 
 
-_KWARGS = "chat_template_kwargs"
+KWARGS = "chat_template_kwargs"
 # Fields that every format may have.
-_WITH_ALL = ("system", "tools", _KWARGS, "image", "images", "video", "videos")
+WITH_ALL = ("system", "tools", KWARGS, "image", "images", "video", "videos")
 # Arguments of apply_chat_template that a row must not set through chat_template_kwargs.
 _RESERVED = (
     "messages", "conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_dict",
@@ -69,13 +69,13 @@ _MEANINGFUL_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_masks"), ((), _MESSAGES_SAY)),
     "train": ((True,), _MESSAGES_SAY),
     **dict.fromkeys(("weight", "sample_weight", "loss_weight"), ((1,), _NO_WEIGHTS)),
-    "enable_thinking": ((), f"put it into {_KWARGS}"),
+    "enable_thinking": ((), f"put it into {KWARGS}"),
     "functions": (([],), "give tools"),
     "kto_tag": ((), _PREFERENCE_LABEL),
 }
 _PREFERENCE = (
-    "a row of preferences (chosen, rejected) needs a loss such as DPO, which meshwright train does not have; training "
-    "on `chosen` alone would be something else. See docs/losses.md for a loss of your own"
+    'the row has two answers, chosen and rejected; set objective = "dpo" (or "orpo", "simpo", "reward"), since training '
+    "on `chosen` alone would be something else"
 )
 
 
@@ -86,7 +86,7 @@ def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: boo
     Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, take
     out the marks of what is trained on, add the system message.
     """
-    renamed = _with_our_names(row, fields or {})
+    renamed = with_our_names(row, fields or {})
     chat_format = _format_of(renamed)
     _refuse_meaningful_fields(renamed, chat_format)
     attachments = Attachments(renamed)
@@ -101,17 +101,17 @@ def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: boo
     system = _system(messages, renamed.get("system"))
     return Conversation(
         [*system, *messages], tools_of(renamed.get("tools")), [*(False for _ in system), *trained],
-        _template_args(renamed.get(_KWARGS)),
+        _template_args(renamed.get(KWARGS)),
     )  # fmt: skip
 
 
 def unused_fields(row: Row, fields: Mapping[str, str]) -> set[str]:
     """Return the non-null fields of a row that `conversation` does not use."""
-    used = {fields.get(name, name) for name in _format_of(_with_our_names(row, fields)).fields}
+    used = {fields.get(name, name) for name in _format_of(with_our_names(row, fields)).fields}
     return {name for name, value in row.items() if value is not None and name not in used}
 
 
-def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
+def with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
     """Rename fields of a row."""
     for name, original in fields.items():
         if original not in row:
@@ -146,10 +146,10 @@ def _of_list(name: str) -> Callable[[Row], list[Any]]:
 
 def _of_pair(row: Row) -> list[Any]:
     """Read prompt and completion, as TRL has them."""
-    return [*_as_messages("user", row["prompt"]), *_as_messages("assistant", row["completion"])]
+    return [*as_messages("user", row["prompt"]), *as_messages("assistant", row["completion"])]
 
 
-def _of_instruction(row: Row) -> list[Any]:
+def of_instruction(row: Row) -> list[Any]:
     """Read an Alpaca row. `history`: earlier pairs of question and answer.
 
     `instruction` and `input` are joined by an empty line, as in Alpaca's own prompt, but as the user's message of the
@@ -168,7 +168,7 @@ _FORMATS = (
     _Format(("messages",), _of_list("messages")),
     _Format(("conversations",), _of_list("conversations")),
     _Format(("prompt", "completion"), _of_pair),
-    _Format(("instruction", "output"), _of_instruction, ("input", "history")),
+    _Format(("instruction", "output"), of_instruction, ("input", "history")),
 )
 
 
@@ -179,7 +179,7 @@ def _listed(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _as_messages(role: str, value: Any) -> list[Any]:
+def as_messages(role: str, value: Any) -> list[Any]:
     """Return a text as one message; a list as it is."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, role)
 
@@ -208,13 +208,13 @@ def _system(messages: Sequence[Message], value: Any) -> list[Message]:
 def _template_args(value: Any) -> Mapping[str, Any]:
     """Return `chat_template_kwargs` (TRL's name)."""
     if isinstance(value, str):
-        value = parsed(value.strip() or "null", f"{_KWARGS} are")
+        value = parsed(value.strip() or "null", f"{KWARGS} are")
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{_KWARGS} are {kind_of(value)}, not an object")
+        raise DataError(f"{KWARGS} are {kind_of(value)}, not an object")
     if not_passed := [name for name in value if name in _RESERVED]:
-        raise DataError(f"{_KWARGS} name {', '.join(not_passed)}, which no template gets from a row; leave it out")
+        raise DataError(f"{KWARGS} name {', '.join(not_passed)}, which no template gets from a row; leave it out")
     return dict(without_nulls(value))
 
 

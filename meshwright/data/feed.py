@@ -6,19 +6,19 @@ every sample exactly once. State kept per rank (a dataloader's position) cannot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
 from .images import Images, images_of
 from .packing_plan import DataSource, Piece, Plan
-from .permute import Indices
 from .processor import Processor
 from .token_cache import Documents
 from .tokens import Tokens
@@ -40,6 +40,8 @@ def source_of(
     """
     too_long_docs = np.flatnonzero(documents.lengths > length)
     lengths = documents.lengths
+    if too_long == "cut" and documents.num_parts.max(initial=1) > 1:
+        raise DataError(f'rows of {documents.name} make several documents each; take too_long = "stop" or "drop"')
     if len(too_long_docs) and too_long == "stop":
         lines = [f"  {documents.place(n)}: {lengths[n]} tokens" for n in too_long_docs[:_NAMED].tolist()]
         more = [f"  and {len(too_long_docs) - _NAMED} more"] if len(too_long_docs) > _NAMED else []
@@ -60,33 +62,43 @@ def source_of(
 
 
 def batch_of(
-    documents: Sequence[Tokens], length: int, sources: Sequence[int] | None = None, images: Images | None = None
-) -> Batch:
-    """Pack documents into a batch of `length`, as `mw.pack(..., trained=, length=)` does, without Python ints per
-    token.
+    documents: Sequence[Tokens], length: int, sources: Sequence[int] | None = None, images: Images | None = None,
+    values: Mapping[str, Sequence[Sequence[float]]] | None = None,
+) -> Batch:  # fmt: skip
+    """Pack documents, or groups of them, into a batch of `length`, as `mw.pack(..., trained=, length=)` does, without
+    Python ints per token.
 
-    Without documents it is all padding. `sources`: index of the source of each document. `images`: their pictures.
+    Without documents it is all padding. `sources`: index of the source of each. `images`: their pictures. `values`:
+    fields with one number for each document of a group, which all tokens of that document get.
 
     Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
     the tokens start .. stop-1. No Python object is made for a token.
     """
-    bounds = [*accumulate(map(len, documents), initial=0)]
+    starts = [*accumulate(map(len, documents), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
-    for begin, end, document in zip(bounds, bounds[1:], documents, strict=False):
-        tokens[begin:end] = document.ids
+    for begin, document in zip(starts, documents, strict=False):
+        tokens[begin : begin + len(document)] = document.ids
         for start, stop in document.spans:
             first = max(start, 1)  # token t is predicted at t-1, so the first token of a document is never a target
             labels[begin + first - 1 : begin + stop - 1] = document.ids[first:stop]
-    num_filler = length - bounds[-1]
-    ends = bounds if num_filler == 0 else [*bounds, length]
-    fields = {SOURCE: torch.from_numpy(_by_token(sources, documents, length))} if sources is not None else {}
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), tuple(ends), fields, num_filler, images)
+        for end, label in zip(accumulate(document.sizes), document.classes, strict=False):
+            labels[begin + end - 1] = label
+    sizes = [size for document in documents for size in document.sizes]
+    bounds, num_filler = [*accumulate(sizes, initial=0)], length - starts[-1]
+    groups = [number for number, document in enumerate(documents) for _ in document.sizes]
+    fields = {} if sources is None else {SOURCE: _by_token(sources, [*map(len, documents)], length)}
+    for name, of_groups in (values or {}).items():
+        fields[name] = _by_token([value for group in of_groups for value in group], sizes, length, np.float64)
+    return Batch(
+        torch.from_numpy(tokens), torch.from_numpy(labels), tuple(bounds if num_filler == 0 else [*bounds, length]),
+        fields, num_filler, images, groups=tuple(groups),
+    )  # fmt: skip
 
 
-def _by_token(values: Sequence[int], parts: Sequence[Tokens], length: int) -> Indices:
+def _by_token(values: Sequence[float], sizes: Sequence[int], length: int, dtype: Any = np.int64) -> torch.Tensor:
     """Repeat a value for each token of its document; 0 for padding."""
-    per_token = np.repeat(np.asarray(values, dtype=np.int64), [*map(len, parts)])
-    return np.pad(per_token, (0, length - len(per_token)))
+    per_token = np.repeat(np.asarray(values, dtype=dtype), sizes)
+    return torch.from_numpy(np.pad(per_token, (0, length - len(per_token))))
 
 
 class Streams(NamedTuple):
@@ -99,7 +111,8 @@ class Streams(NamedTuple):
 class Feed:
     """Batches of one data rank. Each step takes `micro_batches` streams for each of `num_ranks` data ranks.
 
-    `processor`: decodes the pictures of a vision-language model, several at a time.
+    `processor`: decodes the pictures of a vision-language model, several at a time. `values`: fields with one number a
+    document, for each source `[rows, documents of a row]`, such as log-probabilities under a reference model.
 
     Two threads of work overlap with the GPU: this one packs and decodes the next step, and FFmpeg and Pillow decode
     inside of it in parallel. `time/data_wait_share` in the metrics says if that is not enough.
@@ -107,9 +120,9 @@ class Feed:
 
     def __init__(
         self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int,
-        processor: Processor | None = None,
+        processor: Processor | None = None, values: Mapping[str, Sequence[NDArray[np.float64]]] | None = None,
     ) -> None:  # fmt: skip
-        self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
+        self.documents, self.plan, self.micro_batches, self.values = documents, plan, micro_batches, values or {}
         self.processor, self._readers = processor, ThreadPoolExecutor(_IMAGE_THREADS, "pictures")
         self.rank, self.num_ranks = rank, num_ranks
         self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
@@ -142,7 +155,13 @@ class Feed:
         """Make the batch of a stream."""
         sources = [piece.source for piece in pieces] if len(self.documents) > 1 else None
         parts = [self._part(piece) for piece in pieces]
-        return batch_of(parts, self.plan.length, sources, self._images(parts))
+        values = {
+            name: [
+                each[piece.source][piece.document, : len(part.sizes)] for piece, part in zip(pieces, parts, strict=True)
+            ]
+            for name, each in self.values.items()
+        }
+        return batch_of(parts, self.plan.length, sources, self._images(parts), values)
 
     def _images(self, parts: Sequence[Tokens]) -> Images | None:
         """Decode the pictures of a stream."""

@@ -29,6 +29,11 @@ _MASKS = (
 )  # fmt: skip
 
 
+def role_of(value: Any) -> str | None:
+    """Return the role of a message as templates name it, None for an unknown one."""
+    return _ROLES.get(str(_with_openai_names(value, 0).get("role")))
+
+
 def message_of(value: Any, number: int, attachments: Attachments) -> Message:
     """Return a message with `role`, `content` as text or parts, thinking in `reasoning_content`, and arguments of tool
     calls as objects (a template would quote a JSON string a second time).

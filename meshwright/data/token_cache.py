@@ -11,6 +11,8 @@ Columns of the Arrow files, a row for each document:
   file    int32             number of the file that the row came from
   at      int64             byte or row number in it
   views   list of string    images and videos, as JSON
+  parts   list of int32     lengths of the documents of a group; empty for a single document
+  classes list of int32     the label of the last token of each document
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +53,7 @@ from .vision_files import View
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 Unused = Callable[[Mapping[str, Any]], set[str]]
 
-_VERSION = 4  # of the files: an older cache is rebuilt
+_VERSION = 5  # of the files: an older cache is rebuilt
 _INFO = "info.json"
 RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # environment variable that the launcher sets for its ranks
 BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
@@ -62,8 +65,9 @@ _NAMED = 20  # kinds of bad rows that one message names
 _VARIABLE_PARTS = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\d[\d.,]*""")
 _SCHEMA = pa.schema([
     ("ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())), ("file", pa.int32()), ("at", pa.int64()),
-    ("views", pa.list_(pa.string())),
+    ("views", pa.list_(pa.string())), ("parts", pa.list_(pa.int32())), ("classes", pa.list_(pa.int32())),
 ])  # fmt: skip
+_TRAINED_ON = ("ids", "spans", "parts", "classes")
 
 
 @dataclass(frozen=True)
@@ -246,9 +250,10 @@ def _write(spec: TokenizeSpec, shard: Shard, number: int, target: Path) -> _Shar
     def add_batch() -> None:
         batch = _batch(pending, number)
         out.write_batch(batch)
-        for values in (*_flat(batch.column(0)), *_flat(batch.column(1))):
-            # The content hash covers tokens and spans, not paths, so moving the data does not invalidate a run's plan.
-            content.update(values.data)
+        # The content hash covers what is trained on, not paths, so moving the data does not invalidate a run's plan.
+        for column in map(_flat, map(batch.column, _TRAINED_ON)):
+            for array in column if len(column[1]) else ():
+                content.update(array.data)
         for each, _ in pending:
             content.update("".join(view.content for view in each.views).encode())
         pending.clear()
@@ -293,11 +298,14 @@ def _one_line(why: str) -> str:
 
 def _batch(documents: Sequence[tuple[Tokens, int]], number: int) -> pa.RecordBatch:
     """Build an Arrow record batch."""
-    ids = [each.ids for each, _ in documents]
-    spans = [np.asarray(each.spans, dtype=np.int32).ravel() for each, _ in documents]
-    columns = [_lists(ids), _lists(spans), pa.array([number] * len(documents), pa.int32())]
+    flat = lambda values: np.asarray(values, dtype=np.int32).ravel()  # noqa: E731 - short
+    ids, spans, parts, classes = (_lists([flat(values(each)) for each, _ in documents]) for values in _COLUMNS)
+    places = pa.array([number] * len(documents), pa.int32()), pa.array([at for _, at in documents], pa.int64())
     views = pa.array([[str(view) for view in each.views] for each, _ in documents], pa.list_(pa.string()))
-    return pa.record_batch([*columns, pa.array([at for _, at in documents], pa.int64()), views], schema=_SCHEMA)
+    return pa.record_batch([ids, spans, *places, views, parts, classes], schema=_SCHEMA)
+
+
+_COLUMNS = (attrgetter("ids"), attrgetter("spans"), attrgetter("parts"), attrgetter("classes"))
 
 
 def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
@@ -399,10 +407,11 @@ class Documents:
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self._info = name, _info_of(directory)
         batches = [batch for file in self._info["sums"] for batch in _mapped(directory / file) if len(batch)]
-        self._ids, self._spans = ([_flat(batch.column(at)) for batch in batches] for at in (0, 1))
-        self._file_numbers = np.concatenate([_numbers(batch.column(2)) for batch in batches])
-        self._offsets = np.concatenate([_numbers(batch.column(3)) for batch in batches])
-        self._views = [batch.column(4) for batch in batches]
+        lists = {name: [_flat(batch.column(name)) for batch in batches] for name in _TRAINED_ON}
+        self._ids, self._spans, self._parts, self._classes = lists.values()
+        self._file_numbers = np.concatenate([_numbers(batch.column("file")) for batch in batches])
+        self._offsets = np.concatenate([_numbers(batch.column("at")) for batch in batches])
+        self._views = [batch.column("views") for batch in batches]
         self._first = [0, *accumulate(len(batch) for batch in batches)]
         self.lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._ids]).astype(np.int64)
 
@@ -414,10 +423,18 @@ class Documents:
         # `_first[i]` is the number of the first document of batch i.
         batch = bisect_right(self._first, number) - 1
         row = number - self._first[batch]
-        (of_ids, ids), (of_spans, spans) = self._ids[batch], self._spans[batch]
-        pairs = spans[of_spans[row] : of_spans[row + 1]].reshape(-1, 2)
+        ids, spans, parts, classes = (
+            values[starts[row] : starts[row + 1]]
+            for starts, values in (self._ids[batch], self._spans[batch], self._parts[batch], self._classes[batch])
+        )
         views = tuple(map(View.of, self._views[batch][row].as_py()))
-        return Tokens(ids[of_ids[row] : of_ids[row + 1]], tuple((int(a), int(b)) for a, b in pairs), views)
+        pairs = tuple((int(a), int(b)) for a, b in spans.reshape(-1, 2))
+        return Tokens(ids, pairs, views, tuple(parts.tolist()), tuple(classes.tolist()))
+
+    @cached_property
+    def num_parts(self) -> Indices:
+        """Return the number of documents of each group, 1 for a single document."""
+        return np.concatenate([np.maximum(np.diff(starts), 1) for starts, _ in self._parts]).astype(np.int64)
 
     @cached_property
     def num_views(self) -> Indices:
@@ -454,7 +471,8 @@ class Documents:
     @cached_property
     def _num_targets(self) -> Indices:
         """Return the number of trained tokens of each document."""
-        return np.concatenate([_num_targets(offsets, spans) for offsets, spans in self._spans])
+        of_spans = np.concatenate([_num_targets(offsets, spans) for offsets, spans in self._spans])
+        return of_spans + np.concatenate([np.diff(starts) for starts, _ in self._classes])
 
     def __repr__(self) -> str:
         return f"Documents({self.name}, {', '.join(f'{k} {v}' for k, v in asdict(self.statistics).items())})"

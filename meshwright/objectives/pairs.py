@@ -55,7 +55,7 @@ class Dpo:
     )
 
     def __post_init__(self) -> None:
-        check_number("dpo.beta", self.beta, open_=True)
+        check_number("dpo.beta", self.beta, above=True)
         check_number("dpo.label_smoothing", self.label_smoothing, below=0.5)
         check_number("dpo.sft_weight", self.sft_weight)
         if self.kind not in DPO_LOSSES:
@@ -98,7 +98,7 @@ class Orpo:
     weight: float = option(0.1, "The weight of the odds-ratio term (lambda in the paper).")
 
     def __post_init__(self) -> None:
-        check_number("orpo.weight", self.weight, open_=True)
+        check_number("orpo.weight", self.weight, above=True)
 
     @property
     def loss(self) -> Loss:
@@ -127,7 +127,7 @@ class Simpo:
     margin: float = option(1.0, "The margin by which the chosen answer should win (gamma in the paper).")
 
     def __post_init__(self) -> None:
-        check_number("simpo.beta", self.beta, open_=True)
+        check_number("simpo.beta", self.beta, above=True)
         check_number("simpo.margin", self.margin)
 
     @property
@@ -143,7 +143,7 @@ class Simpo:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward model (Bradley-Terry): the value at the last token of the chosen answer is to exceed the rejected one's."""
+    """A reward model (Bradley-Terry): the value at the last token of the chosen answer is to be the larger one."""
 
     centre: float = option(
         0.0, "The weight of the square of the sum of both values, which keeps rewards near 0 (arXiv 2312.09244)."
@@ -160,8 +160,8 @@ class Reward:
     def __call__(self, scores: Mapping[str, Tensor], _: Mapping[str, Tensor], docs: LossDocuments) -> Result:
         if scores["values"].ndim > 1:
             raise DataError(
-                f"a reward model has one label, and this one has {scores['values'].shape[1]}; num_labels in config.json "
-                "says how many"
+                f"a reward model has one label, and this one has {scores['values'].shape[1]}; num_labels in "
+                "config.json says how many"
             )
         chosen_G, rejected_G = halves(docs, docs.sum(scores["values"]))
         margin_G = chosen_G - rejected_G
