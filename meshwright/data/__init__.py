@@ -13,6 +13,7 @@ from .images import PLACEHOLDERS, Frame, Images, Picture
 from .pack import cut, filled, joined_batches, pack
 from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
+from .preferences import ChatPairs, TextPairs
 from .processor import ImageLimits, Placeholders, Processor
 from .row_files import SUFFIXES, files_of
 from .texts import Ready, TextOnly, Texts

@@ -136,9 +136,10 @@ class Chat:
         more without it (what the chat looks like afterwards). The second must begin with the first; the rest is the
         turn. A template for which that is not so would be trained on in one way and used in another.
         """
-        thinks = thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
+        thinking = self.options.thinking
+        enabled = thinks(chat.messages[number]) if thinking == "auto" else thinking
         # Row arguments win over options, and both over the guess from the turn.
-        flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
+        flags = {"enable_thinking": enabled, **self.options.template_args, **chat.template_args}
         prompt_text, full_text = bounded(
             lambda: (
                 self._render(chat, number, flags, add_generation_prompt=True),

@@ -74,8 +74,8 @@ _MEANINGFUL_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kto_tag": ((), _PREFERENCE_LABEL),
 }
 _PREFERENCE = (
-    'the row has two answers, chosen and rejected; set objective = "dpo" (or "orpo", "simpo", "reward"), since training '
-    "on `chosen` alone would be something else"
+    'the row has two answers, chosen and rejected; set objective = "dpo" (or "orpo", "simpo", "reward"), because '
+    "training on `chosen` alone would be something else"
 )
 
 

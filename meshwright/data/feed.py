@@ -157,7 +157,8 @@ class Feed:
         parts = [self._part(piece) for piece in pieces]
         values = {
             name: [
-                each[piece.source][piece.document, : len(part.sizes)] for piece, part in zip(pieces, parts, strict=True)
+                each[piece.source][piece.document, : len(part.sizes)].tolist()
+                for piece, part in zip(pieces, parts, strict=True)
             ]
             for name, each in self.values.items()
         }

@@ -109,7 +109,7 @@ class Engine:
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.temperature, self.on_nonfinite = temperature, on_nonfinite
         self.steps = self.tokens = 0  # trained so far; tokens without padding
-        self.metrics: dict[str, float] = {}  # of the loss, in the last `backward` or `step`
+        self.metrics: dict[str, float] = {}  # of the loss, in the last `backward`, `step` or `evaluate`
         self.saving: SaveJob | None = None  # the running `mw.save(..., wait=False)`
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
@@ -287,15 +287,23 @@ class Engine:
 
     @names_lost_ranks()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the loss over all data ranks, without the router's aux loss. Change nothing."""
+        """Return the loss over all data ranks, without the router's aux loss. Change nothing but `metrics`."""
         doing(f"evaluation before step {self.steps}")
         step = self._agree(EVALUATE, batches)
-        term = lambda batch, scores: self._share(batch, scores, step).detach().double()  # noqa: E731 - short
-        shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
-        # A pipeline stage without the head has no terms: its share stays 0.
+
+        def term(batch: Batch, scores: Scores) -> Tensor:
+            loss = self._share(batch, scores, step).detach().double()
+            return torch.cat([loss.view(1), self._metrics_M / step.weight])
+
+        shares = torch.zeros(1 + self._num_metrics, dtype=torch.float64, device=self.model.mesh.device)
+        # A pipeline stage without the head has no terms: its shares stay 0.
         want = Want(self.want, temperature=float(self.temperature))
-        shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), want, term))
-        return self._reduced_shares(shares)[0]
+        for part in parallel.run_forward(self.model, self._local_batches(batches, step), want, term):
+            shares += part
+        # The place of the router's aux loss is empty.
+        loss, _, *metrics = self._reduced_shares(torch.cat([shares[:1], shares.new_zeros(1), shares[1:]]))
+        self.metrics = dict(zip(Loss.of(self.loss).metrics, metrics, strict=True))
+        return loss
 
     def sleep(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move weights, and optimizer state with waiting gradients, to host memory until `wake`. Return how many bytes

@@ -9,63 +9,35 @@ Models are strict: TOML has types, so a quoted number is a mistake and is never 
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
+import inspect
 import json
 import math
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
-from types import GenericAlias, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model
+from pydantic import BaseModel, Field, JsonValue
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
+from ..objectives import OBJECTIVES, Objective
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Mark a field, or all fields of a section, as fixed for the life of a run.
-
-    A resumed run must have the same value. The mark is metadata of the annotation, and the innermost one counts.
-    """
-
-    fixed: bool = True
-
+from .config_objectives import DpoSection, OrpoSection, RewardSection, SimpoSection
+from .config_section import (
+    FIXED,
+    FREE,
+    Beta,
+    CheckpointPath,
+    Fraction,
+    OnlyFalse,
+    Positive,
+    Section,
+    section_from,
+)
 
 WARM_UP = 2  # steps before a trace starts: memory grows, kernels are chosen and layers compile during them
-FIXED, FREE = Fixed(), Fixed(False)
-Positive = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _only_false(value: Any) -> Any:
-    """Refuse 0 and 0.0, which are equal to False in Python, so that pydantic's Literal would take them."""
-    if value is not False:
-        raise PydanticCustomError("literal_error", "it should be {expected}", {"expected": "false"})
-    return value
-
-
-OnlyFalse = Annotated[Literal[False], BeforeValidator(_only_false)]
-CheckpointPath = Annotated[str, Field(pattern="/")]  # without the slash, a typo of "auto" would be a path
-
-
-class Section(BaseModel):
-    """A table of the run file: frozen, strict, no unknown keys, no NaN or infinity.
-
-    The string below each field is its description.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
-    )
 
 
 class MeshSection(Section):
@@ -93,35 +65,6 @@ class MeshSection(Section):
     def world(self) -> int:
         """The world size. Experts reuse the ranks of fsdp x cp x tp, so ep does not multiply it."""
         return self.pp * self.num_data_ranks * self.cp * self.tp
-
-
-def section_from(options: type[Any], base: type[Section] = Section, but: Container[str] = ()) -> type[Section]:
-    """Create a section with a field for each field of a dataclass of options, except those in `but`.
-
-    The dataclass stays the only declaration, so that Python, the run file and the command line cannot drift apart.
-    """
-    chosen: dict[str, Any] = {
-        each.name: _declared(each) for each in dataclasses.fields(options) if each.name not in but
-    }
-    return create_model(base.__name__, __base__=base, **chosen)
-
-
-def _declared(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Return the annotation and the pydantic field of an option, from the metadata of its dataclass field."""
-    choices, default = option.metadata["choices"], [] if option.default == () else option.default
-    kind = Literal[choices] if choices else _toml_type(option.type)
-    kind = kind | None if choices and default is None else kind
-    text = Field(default, description=option.metadata["text"])
-    return (Annotated[kind, FIXED] if option.metadata["fixed"] else kind), text
-
-
-def _toml_type(kind: Any) -> Any:
-    """Return the type of an option in TOML: integers are above 0, and sequences are lists."""
-    if isinstance(kind, UnionType):
-        return reduce(or_, map(_toml_type, get_args(kind)))
-    if get_origin(kind) in (tuple, Sequence):
-        return GenericAlias(list, (_toml_type(get_args(kind)[0]),))
-    return Positive if kind is int else kind
 
 
 class ContextSection(section_from(ContextParallel)):  # type: ignore[misc]  # the fields are those of the dataclass
@@ -356,6 +299,9 @@ class Config(Section):
     """The output directory: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
     """The random seed of the data order and of samples."""
+    objective: Annotated[Literal["sft", "dpo", "orpo", "simpo", "reward"], FIXED] = "sft"
+    """The training objective. sft: the next token, of chats or texts. dpo, orpo, simpo: preference pairs. reward: a
+    reward model of such pairs."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
     """auto: resume from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a slash: start from
     that checkpoint if OUT has none. To load only its weights, pass it as `model`."""
@@ -365,6 +311,10 @@ class Config(Section):
     pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()
     lora: LoraSection | None = None
+    dpo: DpoSection = DpoSection()
+    orpo: OrpoSection = OrpoSection()
+    simpo: SimpoSection = SimpoSection()
+    reward: RewardSection = RewardSection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -382,7 +332,22 @@ class Config(Section):
         pipeline, context = Pipeline(**self.pipeline.model_dump()), ContextParallel(**self.context.model_dump())
         others = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _BY_HAND}
         others |= {} if self.lora is None else {"lora": Lora(**self.lora.model_dump())}
+        others |= {} if self.objective_options is None else {"head": self.objective_options.head}
         return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **others)
+
+    @property
+    def objective_options(self) -> Objective | None:
+        """The options of the objective, None for the next token."""
+        if self.objective == "sft":
+            return None
+        kind, section = OBJECTIVES[self.objective], getattr(self, self.objective)
+        options = inspect.signature(kind).parameters
+        return kind(**{name: value for name, value in section.model_dump().items() if name in options})
+
+    @property
+    def rows(self) -> str:
+        """What the rows of the data are: "documents", or what the objective needs."""
+        return "documents" if self.objective == "sft" else OBJECTIVES[self.objective].rows
 
 
 Place = tuple[str | int, ...]  # the path of a field: ("data", 0, "weight")

@@ -15,6 +15,7 @@ from math import ceil
 
 from ..axes import Axes
 from ..errors import ConfigError, MeshError
+from ..objectives import OBJECTIVES
 from ..sharding import hops
 from .config import WARM_UP, Config, EvalSection, OptimSection, Place, SampleSection, SourceSection, to_toml
 from .lr_schedule import refusal
@@ -30,7 +31,7 @@ def contradictions(config: Config) -> Mistakes:
     for check in (
         _check_end, _check_step_size, _check_mesh, _check_pipeline, _check_shares, _check_sources, _check_names,
         _check_schedule, _check_evaluation, _check_samples, _check_profile, _check_checkpoints, _check_restarts,
-        _check_recipe, _check_optimizer_state,
+        _check_recipe, _check_optimizer_state, _check_objective,
     ):  # fmt: skip
         yield from check(config)
 
@@ -281,3 +282,34 @@ def _check_optimizer_state(config: Config) -> Mistakes:
             f"with betas = {to_toml(config.optim.betas)} the change of a moment in one step is rounded away; "
             'take betas of at most 0.98, or "float32" or "uint8"',
         )
+
+
+def _check_objective(config: Config) -> Mistakes:
+    """Refuse options of another objective, and fields that the rows of this one cannot follow."""
+    for name in OBJECTIVES:
+        section = getattr(config, name)
+        if name != config.objective and section != type(section)():
+            yield (name,), f'the section applies to objective = "{name}", and this run has "{config.objective}"'
+    if config.objective == "sft":
+        return
+    try:
+        _ = config.objective_options
+    except ConfigError as error:
+        field = re.match(r"\w+\.(\w+)=", str(error))
+        yield (config.objective, *([field[1]] if field else [])), str(error)
+    for place, source in sources_in(config):
+        yield from (((*place, field), why) for field, why in _unfit(source))
+    if config.sample.prompts and OBJECTIVES[config.objective].head != "lm":
+        yield ("sample", "prompts"), f'objective = "{config.objective}" trains no model that writes; leave them out'
+
+
+def _unfit(source: SourceSection) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a source that do not fit rows of several documents."""
+    if source.kind == "tokens":
+        yield "kind", "rows of token ids have one document each; give chats or texts"
+    if source.turns != "each":
+        yield "turns", "an answer is trained on as a whole; leave it out"
+    if source.too_long == "cut":
+        yield "too_long", 'the documents of a row belong together and are not cut; take "stop" or "drop"'
+    if source.split != "file":
+        yield "split", "rows of this objective are not plain files; leave it out"

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .config import Config, Fixed, Leaf, Place, SourceSection, is_list, leaves, named, section_of, to_toml
+from .config import Config, Leaf, Place, SourceSection, is_list, leaves, named, section_of, to_toml
+from .config_section import Fixed
 
 _HEAD = """# The file of a run
 

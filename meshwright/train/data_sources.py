@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..checkpoint import extents_of_model
 from ..data import (
@@ -21,6 +24,7 @@ from ..data import (
     Batch,
     Chat,
     ChatOptions,
+    ChatPairs,
     Documents,
     Feed,
     ImageLimits,
@@ -31,8 +35,10 @@ from ..data import (
     Processor,
     Ready,
     TextOnly,
+    TextPairs,
     Texts,
     TokenizeSpec,
+    Tokens,
     Unused,
     fetched_files,
     files_of,
@@ -41,6 +47,7 @@ from ..data import (
     is_saved,
     prepare,
     saved_files,
+    scored,
     source_of,
     stop_ids_of,
     template_of,
@@ -61,14 +68,30 @@ _ROW_FIELDS = ("kind", "fields", "thinking", "turns", "template", "template_args
 class RowReader:
     """Options for reading data files for the model in `directory`.
 
-    `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them.
-    `processes`: how many tokenise at once.
+    `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them. `rows`:
+    what a row becomes, as `Objective.rows` says. `processes`: how many tokenise at once.
     """
 
     directory: Path
     cache: Path
     tower: bool = False
+    rows: str = "documents"
     processes: int = 1
+
+    @classmethod
+    def of(cls, config: Config, directory: Path, cache: Path, processes: int = 1) -> RowReader:
+        """Return the reader of a run's data."""
+        return cls(directory, cache, config.train.tower, config.rows, processes)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a row has a chosen and a rejected answer."""
+        return self.rows in ("pairs", "scored_pairs")
+
+    @property
+    def finish(self) -> Callable[[Tokens], Tokens]:
+        """What becomes of each document of a pair."""
+        return scored if self.rows == "scored_pairs" else _as_it_is
 
     def processor(self, section: SourceSection) -> Processor | None:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
@@ -79,6 +102,10 @@ class RowReader:
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
         limits = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
         return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), limits)
+
+
+def _as_it_is(document: Tokens) -> Tokens:
+    return document  # not a lambda: it is pickled for the processes that tokenise
 
 
 def _root(section: SourceSection) -> Path:
@@ -95,6 +122,7 @@ class TrainingData:
     plan: Plan
     num_steps: int
     processor: Processor | None = None
+    values: Mapping[str, Sequence[NDArray[np.float64]]] = field(default_factory=dict)  # see `Feed`
 
     def left_out(self) -> Iterator[str]:
         """Yield a line for each source with documents that are dropped because they are longer than a stream."""
@@ -107,7 +135,7 @@ class TrainingData:
         """Return the batches of this data rank, `micro_batches` of them for each step."""
         return Feed(
             self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks,
-            processor=self.processor,
+            processor=self.processor, values=self.values,
         )  # fmt: skip
 
 
@@ -177,17 +205,24 @@ def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]
     """
     directory = reader.directory
     key = json.dumps(section.model_dump(include={*_ROW_FIELDS}), sort_keys=True)
+    key += "" if reader.rows == "documents" else reader.rows
     if section.kind == "tokens":
         ready = Ready(vocab_size_of(directory), section.fields)
         return *_without_images(ready.documents, f"{key} {ready.vocab_size}", reader), ready.unused
     tokenizer, key = tokenizer_of(directory), key + fingerprint_of(directory)
     if section.kind == "text":
-        texts = Texts(tokenizer, section.fields)
+        texts = (
+            TextPairs(tokenizer, reader.finish, section.fields) if reader.pairs else Texts(tokenizer, section.fields)
+        )
         return *_without_images(texts.documents, key, reader), texts.unused
     template, processor = read_template(section.template), reader.processor(section)
     key += template + (processor.settings_key if processor else "")
-    chat = _chat(section, directory, tokenizer, template, processor)
-    return chat.documents, key, chat.unused
+    if not reader.pairs:
+        chat = _chat(section, directory, tokenizer, template, processor)
+        return chat.documents, key, chat.unused
+    chat = _chat(section.model_copy(update={"fields": {}}), directory, tokenizer, template, processor)
+    pairs = ChatPairs(chat, reader.finish, section.fields)
+    return pairs.documents, key, pairs.unused
 
 
 def vocab_size_of(directory: Path) -> int:
@@ -260,12 +295,14 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
     `directory`: the model's, for its tokenizer. The number of steps follows from the plan: the last step may be partly
     padding.
     """
-    reader = RowReader(directory, cache, config.train.tower, processes)
+    reader = RowReader.of(config, directory, cache, processes)
     named = zip(config.data, names_of(config.data), strict=True)
     documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
-        source_of(each, length, weight=section.weight, share=section.share, too_long=overlong_policy(section))
+        source_of(
+            each, length, weight=section.weight, share=section.share, too_long=overlong_policy(section, config.rows)
+        )
         for each, section in zip(documents, config.data, strict=True)
     ]
     steps = _num_steps(train)
@@ -278,12 +315,12 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
     return TrainingData(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
 
 
-def overlong_policy(section: SourceSection) -> Any:
+def overlong_policy(section: SourceSection, rows: str) -> Any:
     """Return what to do with documents longer than a stream: "stop", "drop" or "cut".
 
     A text may be cut anywhere. The end of a chat is its answer, so it is cut only if `too_long` says so.
     """
-    return section.too_long or ("cut" if section.kind == "text" else "stop")
+    return section.too_long or ("cut" if section.kind == "text" and rows == "documents" else "stop")
 
 
 def _num_steps(train: TrainSection) -> int | None:
@@ -306,7 +343,7 @@ def sections_of(config: Config) -> Mapping[str, SourceSection]:
 
 def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> dict[str, TrainingData]:
     """Return the held-out sets by name, tokenised and packed. Every process makes the same."""
-    reader, sections = RowReader(directory, cache, config.train.tower, processes), sections_of(config)
+    reader, sections = RowReader.of(config, directory, cache, processes), sections_of(config)
     sets = all_of(partial(_held_out_set, section, config.train.length, reader) for section in sections.values())
     return dict(zip(sections, sets, strict=True))
 
@@ -314,7 +351,7 @@ def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int 
 def _held_out_set(section: SourceSection, length: int, reader: RowReader) -> TrainingData:
     """Pack one pass over a held-out set. Its order does not matter for the loss, so it has no seed."""
     documents = documents_of(section, reader)
-    plan = Plan([source_of(documents, length, too_long=overlong_policy(section))], length=length, epochs=1)
+    plan = Plan([source_of(documents, length, too_long=overlong_policy(section, reader.rows))], length=length, epochs=1)
     return TrainingData([documents], plan, plan.num_streams, reader.processor(section))
 
 

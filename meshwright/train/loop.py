@@ -195,6 +195,7 @@ class Loop:
             "time/data_wait_share": measured.wait_s / measured.step_s,
             "memory/peak_bytes": measured.peak_bytes,
             "memory/rank": measured.peak_rank,
+            **{f"train/{name}": value for name, value in record.metrics.items()},
         }
         if self.speed.peak is not None:
             flops = self.speed.flops.of(record.num_tokens, measured.squares)
@@ -250,11 +251,12 @@ class Loop:
         A new lowest mean saves the best checkpoint; otherwise patience may end the run.
         """
         with region("evaluate"):
-            losses = {name: self.engine.evaluate(batches) for name, batches in self.held_out.items()}
-        # math.exp overflows above 709.
-        perplexities = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}
-        values = {f"eval/{name}/loss": loss for name, loss in losses.items()}
-        self._log("eval", values | {f"eval/{name}/perplexity": each for name, each in perplexities.items()})
+            losses, values = dict[str, float](), dict[str, float]()
+            for name, batches in self.held_out.items():
+                losses[name] = loss = self.engine.evaluate(batches)
+                figures = self.engine.metrics or {"perplexity": perplexity_of(loss)}
+                values |= {f"eval/{name}/{figure}": value for figure, value in {"loss": loss, **figures}.items()}
+        self._log("eval", values)
         mean, position, options = statistics.fmean(losses.values()), self.position, self.options
         if math.isfinite(mean) and (position.lowest is None or mean < position.lowest):
             position.lowest, position.since = mean, 0
@@ -307,6 +309,11 @@ class Loop:
         if self._writing is not None:
             (step, values), self._writing = self._writing, None
             self._log("save", values, step)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return e to the loss; `math.exp` overflows above 709."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _is_multiple(number: int, every: int) -> bool:

@@ -58,7 +58,7 @@ def _file_mistakes(config: Config) -> Mistakes:
 
 def _reader_mistakes(config: Config, directory: Path) -> Mistakes:
     """Check that the model's tokenizer and template fit each source."""
-    reader = RowReader(directory, path_of(config.cache), config.train.tower)
+    reader = RowReader.of(config, directory, path_of(config.cache))
     for place, section in sources_in(config):
         if section.path:
             yield from _refused((*place, "template"), partial(maker, section, reader))

@@ -29,6 +29,7 @@ class Position:
     `plan`: the fingerprint of the packing plan. `stream`: the first stream of the next step. `skipped`: steps without
     update, for a non-finite loss. `lowest`: the lowest held-out loss, and `since` the number of evaluations after
     it. `num_steps`: the length of the run, which the learning rate depends on; None in checkpoints of earlier versions.
+    `reference`: the key of the reference model, if the objective has one.
     """
 
     plan: str
@@ -37,9 +38,10 @@ class Position:
     lowest: float | None = None
     since: int = 0
     num_steps: int | None = None
+    reference: str = ""
 
 
-def position_of(config: Config, engine: Engine, data: TrainingData) -> Position:
+def position_of(config: Config, engine: Engine, data: TrainingData, reference: str = "") -> Position:
     """Resume the engine and return the position: of the newest checkpoint, of the one `resume` names, or the start.
 
     Rank 0 alone looks at the directory. On a shared file system ranks may see a new file at different times, and ranks
@@ -52,9 +54,14 @@ def position_of(config: Config, engine: Engine, data: TrainingData) -> Position:
     if mesh.rank == 0 and source is not None:
         _log_changes(config, out / RUN)
     if source is None:
-        return Position(data.plan.fingerprint, num_steps=data.num_steps)
+        return Position(data.plan.fingerprint, num_steps=data.num_steps, reference=reference)
     resumed = resume(engine, source)
     position = _position_in(config, data, resumed.directory, resumed.state, engine.steps)
+    if position.reference != reference:
+        raise CheckpointError(
+            f"{resumed.directory} was trained against a reference model with other weights than {config.model} has now "
+            "(or in another dtype); put these weights back, or choose another out"
+        )
     logger.warning("resuming from %s", resumed.directory)
     return position
 

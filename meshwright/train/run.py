@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..engine import (
     Engine,
+    Loss,
     Model,
     StepRecord,
     check_export,
@@ -24,6 +26,7 @@ from ..engine import (
     load,
     losses,
 )
+from ..engine.losses import LossFunction
 from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
@@ -41,6 +44,7 @@ from .lr_schedule import schedule
 from .metrics import JsonLines, Lines, Sink, check_sinks, last_step, sinks_of
 from .profiler import Profiler
 from .rank import LAUNCHER, handle_signals
+from .reference_scores import WithReference
 from .resume_point import position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
@@ -82,11 +86,16 @@ class Trainer:
             for line in each.left_out():
                 logger.warning("%s", line)
         prompts = prompts_of(config.sample, config.data[0], directory)
+        reference = WithReference(config, mesh, [self.data, *held_out.values()], cache)
         self.model = load(config.model, mesh, **vars(config.recipe))
         if config.save.export:
             self._check_export()
+        # Before a checkpoint is loaded: the model is the reference.
+        own, *others = reference.fields(self.model)
+        self.data = replace(self.data, values=own)
+        held_out = {name: replace(x, values=v) for (name, x), v in zip(held_out.items(), others, strict=True)}
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data)
+        self.position = position_of(config, self.engine, self.data, reference.key)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
@@ -192,12 +201,13 @@ def be_deterministic(enabled: bool) -> None:
 
 
 def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
-    """Create the engine. With several sources the loss also accumulates the loss of each."""
-    optim, several = config.optim, len(data.documents) > 1
+    """Create the engine. With several sources the cross-entropy also accumulates that of each."""
+    optim, several, objective = config.optim, len(data.documents) > 1, config.objective_options
+    loss: Loss | LossFunction = BySource(len(data.documents)) if several else losses.cross_entropy
     return Engine(
         model, lr=schedule(optim, data.num_steps), optimizer=optimizer_of(optim),
         max_norm=None if optim.max_norm is False else optim.max_norm, router_aux=config.train.router_aux,
-        loss=BySource(len(data.documents)) if several else losses.cross_entropy,
+        loss=loss if objective is None else objective.loss,
     )  # fmt: skip
 
 

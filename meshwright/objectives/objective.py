@@ -1,0 +1,20 @@
+"""What every objective has: the head that it trains, what its rows are, and its loss."""
+
+from typing import ClassVar, Protocol
+
+from ..engine import Loss
+
+
+class Objective(Protocol):
+    """A training objective: a frozen dataclass of options.
+
+    `head`: of the model. `rows`: what a row of the data becomes: "pairs" of documents, the chosen answer first, or
+    "scored_pairs" with a label at the last token of each alone.
+    """
+
+    head: ClassVar[str]
+    rows: ClassVar[str]
+
+    @property
+    def loss(self) -> Loss:
+        """Return the loss for an engine."""

@@ -1,0 +1,27 @@
+"""The sections of a run file for objectives other than the next token, made from the options of `objectives/`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ..objectives import Dpo, Orpo, Reward, Simpo
+from .config_section import FIXED, section_from
+
+
+class DpoSection(section_from(Dpo)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "dpo"`; docs/preferences.md explains them."""
+
+    reference: Annotated[str, FIXED] = ""
+    """The reference model: a directory or a hub id. By default the model as it is before training, without `[lora]`."""
+
+
+class OrpoSection(section_from(Orpo)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "orpo"`."""
+
+
+class SimpoSection(section_from(Simpo)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "simpo"`."""
+
+
+class RewardSection(section_from(Reward)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "reward"`."""

@@ -1,0 +1,217 @@
+"""Log-probabilities of whole documents under a reference model: computed once, on any mesh, and kept with the tokens.
+
+The key names the reference's weights (a checksum of every byte), the documents, and the dtype. A score that was made by
+other weights or of other tokens is thus never taken. Scores are written by chunks of 256 streams of a plan that does
+not depend on the mesh: a run that is killed goes on at the next chunk, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ..axes import DENSE
+from ..data import Documents, Feed, Plan, Processor, source_of
+from ..engine import LossDocuments, Model, load, logprobs
+from ..errors import RankError
+from ..log import logger, progress
+from ..mesh import Mesh
+from ..objectives import REFERENCE
+from ..recipe import Recipe
+from ..weights import local_directory, open_source
+from .config import Config
+from .data_sources import TrainingData
+
+Scores = NDArray[np.float64]  # [rows of the data, documents of a row]; NaN where nothing was scored
+
+_VERSION = 1
+_CHUNK = 256  # streams
+_BLOCK = 64 << 20  # bytes of a weight file that one rank hashes at a time
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference model. `directory`: its weights. `recipe`: how it runs. `weights`: the checksum of its files."""
+
+    directory: Path
+    recipe: Recipe
+    weights: str
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> Reference:
+        """Return the reference of a run: `dpo.reference`, or the model as it is before training."""
+        directory = local_directory(config.dpo.reference or config.model, mesh)
+        recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
+        return cls(directory, recipe, weights_checksum(directory, mesh))
+
+    @property
+    def key(self) -> str:
+        """Return what its log-probabilities depend on, besides the tokens."""
+        return f"{self.weights} {self.recipe.dtype} {self.recipe.fp8} {self.recipe.fp8_skip} {self.recipe.frozen}"
+
+    def load(self, mesh: Mesh) -> Model:
+        """Load it, frozen."""
+        return load(self.directory, mesh, **vars(self.recipe))
+
+
+def weights_checksum(directory: Path, mesh: Mesh) -> str:
+    """Return a checksum of config and weight files. The ranks share the reading. Collective."""
+    files = ["config.json", *sorted(open_source(directory).files)]
+    blocks = [(file, at) for file in files for at in range(0, (directory / file).stat().st_size, _BLOCK)]
+    own, failure = dict[tuple[str, int], str](), None
+    try:
+        for file, at in blocks[mesh.rank :: mesh.axes.world]:
+            with (directory / file).open("rb") as data:
+                data.seek(at)
+                own[file, at] = xxhash.xxh3_128_hexdigest(data.read(_BLOCK))
+    except OSError as error:
+        failure = error
+    mesh.all_or_none(failure, f"reading the weights of the reference model in {directory}", RankError)
+    everywhere = {key: value for part in mesh.gather_objects(own, DENSE) for key, value in part.items()}
+    return hashlib.sha256(repr(sorted(everywhere.items())).encode()).hexdigest()[:32]
+
+
+class ReferenceScores:
+    """The scores of a reference model in a folder of the cache."""
+
+    def __init__(self, reference: Reference, mesh: Mesh, folder: Path, length: int, micro_batches: int) -> None:
+        self.reference, self.mesh, self.folder, self.length = reference, mesh, folder, length
+        self.micro_batches = micro_batches
+
+    def stored(self, documents: Documents) -> tuple[Plan, Scores, list[int]]:
+        """Return the plan that scores documents, their scores so far, and the chunks that lack. Collective.
+
+        Rank 0 alone looks at the folder: hosts may not share it.
+        """
+        plan = Plan([source_of(documents, self.length, too_long="drop")], length=self.length, epochs=1)
+        scores = np.full((len(documents), int(documents.num_parts.max(initial=1))), np.nan)
+        chunks = range(-(-plan.num_streams // _CHUNK))
+        read = {n: _read(self._file(plan, n)) for n in chunks} if self.mesh.rank == 0 else {}
+        known: dict[int, Scores] = self.mesh.broadcast_object({n: rows for n, rows in read.items() if rows is not None})
+        for rows in known.values():
+            _fill(scores, rows)
+        return plan, scores, [n for n in chunks if n not in known]
+
+    def score(self, documents: Documents, model: Model, processor: Processor | None) -> Scores:
+        """Return the scores of all documents; compute and keep those that lack. Collective."""
+        plan, scores, lacking = self.stored(documents)
+        feed = Feed(
+            [documents], plan, micro_batches=self.micro_batches, rank=self.mesh.data_rank,
+            num_ranks=self.mesh.num_data_ranks, processor=processor,
+        )  # fmt: skip
+        title = f"reference scores of {documents.name}"
+        total = sum(_size(plan, chunk) for chunk in lacking)
+        with contextlib.closing(feed), progress(title, total, "streams", enabled=not self.mesh.rank) as advance:
+            for chunk in lacking:
+                rows = self._score_chunk(feed, model, chunk)
+                _fill(scores, rows)
+                self._keep(self._file(plan, chunk), rows)
+                advance(_size(plan, chunk))
+        return scores
+
+    def _score_chunk(self, feed: Feed, model: Model, chunk: int) -> Scores:
+        """Return `[n, 3]`, document, part and score, for a chunk of streams: of all data ranks, on all ranks."""
+        own = list[tuple[int, int, float]]()
+        stop = min((chunk + 1) * _CHUNK, feed.plan.num_streams)
+        for first in range(chunk * _CHUNK, stop, feed.streams_per_step):
+            numbers = [first + m * feed.num_ranks + feed.rank for m in range(feed.micro_batches)]
+            batches = feed.step(first).batches
+            for number, batch, values_T in zip(numbers, batches, logprobs(model, batches), strict=True):
+                # The last step of a chunk may reach into the next one, which scores these streams itself.
+                if number < stop:
+                    sums = LossDocuments.of(batch).sum(values_T.cpu().double()).tolist()
+                    own += [(*place, value) for place, value in zip(_places(feed, number), sums, strict=True)]
+        parts = self.mesh.gather_objects(np.array(own, dtype=np.float64).reshape(-1, 3), ("replicate", "fsdp"))
+        return np.concatenate(parts)
+
+    def _keep(self, file: Path, rows: Scores) -> None:
+        """Write a chunk on rank 0. If the disk is full, all ranks raise."""
+        failure = None
+        try:
+            if self.mesh.rank == 0:
+                _write(file, rows)
+        except OSError as error:
+            failure = error
+        self.mesh.all_or_none(failure, f"writing reference scores to {file.parent}", RankError)
+
+    def _file(self, plan: Plan, chunk: int) -> Path:
+        key = hashlib.sha256(f"{_VERSION} {self.reference.key} {plan.fingerprint}".encode()).hexdigest()[:32]
+        return self.folder / key / f"{chunk:06d}"
+
+
+def _size(plan: Plan, chunk: int) -> int:
+    """Return the number of streams of a chunk; the last one may have fewer."""
+    return min(_CHUNK, plan.num_streams - chunk * _CHUNK)
+
+
+def _places(feed: Feed, number: int) -> Iterator[tuple[int, int]]:
+    """Yield the document and the part of each document of a stream, in its order."""
+    for piece in feed.plan.stream(number):
+        for part in range(int(feed.documents[0].num_parts[piece.document])):
+            yield piece.document, part
+
+
+def _fill(scores: Scores, rows: Scores) -> None:
+    scores[rows[:, 0].astype(int), rows[:, 1].astype(int)] = rows[:, 2]
+
+
+def _read(file: Path) -> Scores | None:
+    """Return the rows of a chunk, None if it was not written, or is damaged."""
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if digest != xxhash.xxh3_128_digest(data):
+        logger.warning("computing reference scores anew: %s fails its checksum", file)
+        return None
+    return np.frombuffer(data, dtype="<f8").reshape(-1, 3)
+
+
+def _write(file: Path, rows: Scores) -> None:
+    """Write the rows of a chunk, atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = rows.astype("<f8").tobytes()
+    temporary = file.with_suffix(".writing")
+    temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+    temporary.replace(file)
+
+
+class WithReference:
+    """Adds the scores of the reference model to the data of a run, if its objective asks for them.
+
+    The model itself is the reference unless `dpo.reference` names another, which is loaded before the model and freed:
+    so memory never holds both.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, sets: Sequence[TrainingData], cache: Path) -> None:
+        self.key, self._sets, self._scores, self._own = "", sets, None, not config.dpo.reference
+        if config.objective != "dpo":
+            return
+        reference = Reference.of(config, mesh)
+        self.key = reference.key
+        micro_batches = config.train.streams_per_step // mesh.num_data_ranks
+        self._scores = ReferenceScores(reference, mesh, cache / "reference", config.train.length, micro_batches)
+        lacks = any(self._scores.stored(each)[2] for data in sets for each in data.documents)
+        if lacks and not self._own:
+            self._score(reference.load(mesh))
+
+    def _score(self, model: Model) -> list[list[Scores]]:
+        assert self._scores is not None
+        return [[self._scores.score(each, model, data.processor) for each in data.documents] for data in self._sets]
+
+    def fields(self, model: Model) -> list[Mapping[str, Sequence[Scores]]]:
+        """Return the fields by document of each set. Collective. `model`: the one to train, not trained yet."""
+        if self._scores is None:
+            return [{} for _ in self._sets]
+        base = model.base() if self._own and model.recipe.lora is not None else contextlib.nullcontext()
+        with base, torch.no_grad():
+            return [{REFERENCE: scores} for scores in self._score(model)]
