@@ -97,6 +97,49 @@ def pairwise(scores: Any, fields: Any, docs: Any) -> Any:
     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)), {"accuracy": (chosen > rejected).double()}
 
 
+# Objectives of the package, and their formulas once more: from the lists of log-probabilities of each pair.
+DPO = mw.objectives.Dpo(beta=0.3, label_smoothing=0.1, sft_weight=0.2)
+OBJECTIVES: dict[str, Any] = {
+    "dpo": DPO, "dpo_norm": mw.objectives.Dpo(beta=2.0, kind="sigmoid_norm"),
+    "ipo": mw.objectives.Dpo(beta=0.4, kind="ipo"), "orpo": mw.objectives.Orpo(weight=0.5),
+    "simpo": mw.objectives.Simpo(beta=2.0, margin=0.7), "reward": mw.objectives.Reward(centre=0.05),
+}  # fmt: skip
+
+
+def _pair(name: str, scores: list[Tensor], reference: list[Tensor]) -> tuple[Tensor, float]:
+    """The loss of a pair and its margin. `scores`: at the labels of the chosen and of the rejected answer."""
+    sigmoid, num = torch.sigmoid, [max(1, len(x)) for x in scores]
+    if name == "reward":
+        good, bad = (x.sum() for x in scores)
+        return -sigmoid(good - bad).log() + 0.05 * (good + bad) ** 2, float(good - bad)
+    mean = [x.sum() / n for x, n in zip(scores, num, strict=True)]
+    if name == "orpo":
+        tiny = torch.finfo(mean[0].dtype).tiny  # an answer without a label has the probability 1
+        log_odds = [x - (1 - x.exp()).clamp(min=tiny).log() for x in mean]
+        difference = log_odds[0] - log_odds[1]
+        return -mean[0] - 0.5 * torch.nn.functional.logsigmoid(difference), float(difference)
+    if name == "simpo":
+        return -sigmoid(2 * (mean[0] - mean[1]) - 0.7).log(), float(2 * (mean[0] - mean[1]))
+    ratio = [x.sum() - (r.sum() / max(1, len(r))) for x, r in zip(scores, reference, strict=True)]
+    each = [r / n for r, n in zip(ratio, num, strict=True)]
+    if name == "dpo":
+        margin = 0.3 * (ratio[0] - ratio[1])
+        return -0.9 * sigmoid(margin).log() - 0.1 * sigmoid(-margin).log() - 0.2 * mean[0], float(margin)
+    if name == "dpo_norm":
+        return -sigmoid(2 * (each[0] - each[1])).log(), float(2 * (ratio[0] - ratio[1]))
+    return (each[0] - each[1] - 1 / 0.8) ** 2, float(0.4 * (ratio[0] - ratio[1]))
+
+
+def pairs_by_hand(name: str, scores: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """The loss of an objective of pairs over a whole step, and its mean margin."""
+    target = [torch.tensor([*mask[1:], 0], dtype=torch.bool) for mask in masks()]
+    values = next(iter(scores.values())).split(SIZES)
+    at_labels = [[x[mask] for x, mask in zip(each, target, strict=True)] for each in (values, fields()["reference"])]
+    results = [_pair(name, [x[n], x[n + 1]], [r[n], r[n + 1]]) for x, r in [at_labels] for n in range(0, len(SIZES), 2)]
+    margin = "log_odds" if name == "orpo" else "margins"
+    return torch.stack([loss for loss, _ in results]).mean(), {margin: sum(m for _, m in results) / len(results)}
+
+
 # name -> (loss, head, the groups that go together)
 LOSSES: dict[str, tuple[mw.Loss, str, list[int] | None]] = {
     "ppo": (mw.Loss(ppo, metrics=("kl", "clip_fraction")), "lm", None),
@@ -105,6 +148,7 @@ LOSSES: dict[str, tuple[mw.Loss, str, list[int] | None]] = {
     "dapo": (mw.Loss(dapo, per="micro_batch", normalise=False), "lm", None),
     "critic": (mw.Loss(critic, per="document"), "value", None),
     "pairwise": (mw.Loss(pairwise, per="group", metrics=("accuracy",)), "lm", PAIRS),
+    **{name: (each.loss, each.head, PAIRS) for name, each in OBJECTIVES.items()},
 }
 
 
@@ -145,6 +189,8 @@ class _Lists:
 
 def by_hand(name: str, scores: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
     """The loss of a whole step and its metrics, from the scores of all documents one after the other."""
+    if name in OBJECTIVES:
+        return pairs_by_hand(name, scores)
     loss, _, groups = LOSSES[name]
     target = [torch.tensor([*mask[1:], 0], dtype=torch.bool) for mask in masks()]  # a mask over tokens moves to terms
     docs, of_step = _Lists(target, groups or list(range(len(SIZES)))), {k: torch.cat(v) for k, v in fields().items()}

@@ -20,6 +20,8 @@ from tests.rl_losses import LOSSES
 from tests.words import words
 
 TEMPERATURE = 0.7
+# The most tokens of a micro-batch: a data rank gets one, two or four of them.
+MAX_TOKENS = {"fsdp=2": 48, "tp=2": 160, "cp=2": 40}
 MESHES: list[dict[str, int]] = [
     dict(fsdp=2),
     dict(tp=2),
@@ -61,8 +63,7 @@ def gradients(
 ) -> tuple[float, dict[str, float], dict[str, Tensor], float]:
     """The loss and the metrics of a step, gradients before it, and the loss that `evaluate` says."""
     engine = engine_of(source, mesh, loss)
-    batches = batches_of(engine.model.mesh, loss)
-    assert len(batches) > 1
+    batches = batches_of(engine.model.mesh, loss, MAX_TOKENS.get(trials.named(mesh), 64))
     evaluated = engine.evaluate(batches)
     engine.backward(batches)
     grads = mw.gather(engine.model, "grad")
@@ -132,7 +133,7 @@ def test_gradients_are_those_by_hand(sources: dict[str, Path], family: str, mesh
     for rank, (found, found_metrics, found_grads, evaluated) in enumerate(_run(sources[family], mesh, loss)):
         assert found == pytest.approx(value, rel=1e-9)
         assert evaluated == pytest.approx(value, rel=1e-9)
-        assert found_metrics == pytest.approx(metrics, rel=1e-9)
+        assert {key: found_metrics[key] for key in metrics} == pytest.approx(metrics, rel=1e-9)
         if not rank:
             assert worst(found_grads, grads) < 1e-9
 
