@@ -16,7 +16,7 @@ import torch
 
 from .axes import Axes
 from .errors import ConfigError, LayoutError
-from .models import Balance, Decoder, describe, prefix_of, text_config
+from .models import Balance, Decoder, describe, prefix_of, text_config, with_labels
 from .ops.codings import FOUR_BITS, Coding
 from .recipe import Recipe, matching, patterns_of
 from .sharding import ALWAYS, IF_NAMED, MTP, NEVER, Param, Rules, ShardingSpec, Table, consecutive_columns, tp_sizes
@@ -44,6 +44,7 @@ class Blueprint:
         `source`: the files, or an index that names their keys; without one, weights are new. `stored`: the dtype in
         which parameters are kept.
         """
+        config = with_labels(config, recipe.labels)
         source = source.scaled_by(config) if source is not None else None
         keys = source.entries if source is not None else {}
         prefix = prefix_of(config, keys or None)

@@ -264,6 +264,10 @@ class Recipe:
         'classifier, from `score.weight` and `score.bias`; a language model gets a new head; "none" no head.',
         choices=("lm", "value"),
     )  # fmt: skip
+    labels: Sequence[str] = option(
+        (), 'Names of the classes of a new `head="value"`, which becomes a classifier. A classifier names its own in '
+        "config.json.", command=False, fixed=True,
+    )  # fmt: skip
     dtype: "torch.dtype | None" = option(  # noqa: RUF009 - it makes a field
         None, "The compute dtype: `torch.bfloat16` (also None), `torch.float32`, `torch.float64`.", command=False,
     )  # fmt: skip
@@ -318,6 +322,7 @@ class Recipe:
             several = isinstance(self.lora, list | tuple | dict)
             why = "; several adapters of one model are not supported: merge all but one" if several else ""
             raise ConfigError(f"lora={self.lora!r:.200} must be mw.Lora(...), such as mw.Lora(rank=16), or None{why}")
+        self._check_labels()
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
         if self.mtp not in (known := ("carried", "head", "all")):
@@ -338,6 +343,14 @@ class Recipe:
             raise ConfigError(
                 f"fp8_skip={self.fp8_skip!r} skips nothing without fp8='block'; give both, or leave it out"
             )
+
+    def _check_labels(self) -> None:
+        """Refuse labels that are no names, and those of another head."""
+        given: object = self.labels
+        if not isinstance(given, list | tuple) or not all(isinstance(each, str) and each for each in given):
+            raise ConfigError(f"labels={given!r:.200} must be a list of names")
+        if given and (self.head != "value" or len(given) < 2 or len({*given}) < len(given)):
+            raise ConfigError(f"labels={given!r:.200} must be two or more different names, for head='value'")
 
     def plain(self, **fields: Any) -> "Recipe":
         """Return a recipe of the same model and layout, without options for memory or speed."""

@@ -1,57 +1,213 @@
-"""Preference pairs in `meshwright train`: the same numbers on every mesh, pairs kept together, scores kept."""
+"""Objectives of `meshwright train`: the same numbers on every mesh, pairs kept together, reference scores kept."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import shutil
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-from tests import runs
+import meshwright as mw
+from meshwright.train import config_file, loop, reference_scores
+from meshwright.train.run import run
+from tests import parts, runs, worlds
+from tests.words import words
+
+STEPS = 30 if parts.ALL else 4
+MESHES: list[dict[str, int]] = [
+    dict(fsdp=2), dict(fsdp=2, tp=2, ep=2), *([dict(tp=2), dict(cp=2), dict(pp=2)] if parts.ALL else []),
+]  # fmt: skip
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"sft_weight": 0.1}, "simpo": {}, "reward": {"centre": 0.01}, "classify": {"labels": ["bad", "good", "odd"]},
+}  # fmt: skip
 
 
-def pairs(path: Path, num: int = 60) -> Path:
-    """Write preferences of very unequal length, in several formats."""
+def pairs(path: Path, num: int = 50) -> Path:
+    """Write preferences of very unequal length, in two formats."""
     dice = random.Random(1)
     with path.open("w") as out:
         for number in range(num):
-            question = f"{dice.randint(0, 99)}?"
-            good, bad = "x" * dice.randint(1, 30), "y" * dice.randint(1, 12)
+            question, good, bad = f"{dice.randint(0, 99)}?", "x" * dice.randint(1, 30), "y" * dice.randint(1, 12)
             row: dict[str, Any] = {"prompt": question, "chosen": good, "rejected": bad}
             if number % 3 == 1:
-                asked = [{"role": "user", "content": question}]
+                asked = {"role": "user", "content": question}
                 answers = {"chosen": good, "rejected": bad}
-                row = {k: [*asked, {"role": "assistant", "content": v}] for k, v in answers.items()}
+                row = {k: [asked, {"role": "assistant", "content": v}] for k, v in answers.items()}
             out.write(json.dumps(row) + "\n")
     return path
 
 
-def file_of(at: Path, objective: str = "dpo", model: str = "qwen3", **sections: Any) -> Path:
-    at.mkdir(exist_ok=True)
-    pairs(at / "chats.jsonl")
-    source = at.parent / model
-    if not source.exists():
-        runs.source(source, model)
-    path = runs.file_of(at, source, **sections)
-    path.write_text(f'objective = "{objective}"\n' + path.read_text())
+def labelled(path: Path) -> Path:
+    dice = random.Random(2)
+    rows: list[dict[str, Any]] = []
+    for number in range(60):
+        label = dice.choice(OBJECTIVES["classify"]["labels"])
+        text = {"bad": "a", "good": "b", "odd": "c"}[label] * dice.randint(1, 40)
+        rows.append({"text": text, "label": label if number % 2 else ["bad", "good", "odd"].index(label)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def file_of(at: Path, objective: str, model: Path, **sections: Any) -> Path:
+    at.mkdir(parents=True)
+    (labelled if objective == "classify" else pairs)(at / "chats.jsonl")
+    held_out = {"path": str(at / "chats.jsonl"), "every": STEPS, **sections.pop("eval", {})}
+    options = {**OBJECTIVES[objective], **sections.pop("options", {})}
+    train = {"steps": STEPS, **sections.pop("train", {})}
+    sections |= {objective: options} if options else {}
+    path = runs.file_of(at, model, eval=held_out, train=train, **sections)
+    text = path.read_text()
+    if objective == "classify":
+        text = text.replace("[[data]]\n", '[[data]]\nkind = "text"\n').replace("[eval]\n", '[eval]\nkind = "text"\n')
+    path.write_text(f'objective = "{objective}"\n{text}')
     return path
 
 
 def figures(at: Path) -> list[dict[str, float]]:
-    names = ("train/loss", "train/accuracy", "train/margins", "train/rewards_chosen", "train/grad_norm")
-    by_step = {line["step"]: line for line in runs.lines(at)}
-    return [{name: line[name] for name in names} for _, line in sorted(by_step.items())]
+    """The numbers of each step that must not depend on the mesh; both answers tie at first, up to rounding."""
+    by_step = {line["step"]: line for kind in ("step", "eval") for line in runs.lines(at, kind)}
+    kept = lambda name: name.startswith(("train/", "eval/")) and "expert" not in name  # noqa: E731 - short
+    return [
+        {name: x for name, x in line.items() if kept(name) and (step > 1 or "accuracy" not in name)}
+        for step, line in sorted(by_step.items())
+    ]
 
 
-def test_smoke(tmp_path: Path) -> None:
-    path = file_of(tmp_path / "one")
-    runs.on_mesh(path, {})
-    one = figures(tmp_path / "one")
-    print(one[0], one[-1])
-    path = file_of(tmp_path / "two")
-    runs.on_mesh(path, dict(fsdp=2))
-    two = figures(tmp_path / "two")
-    for a, b in zip(one, two, strict=True):
-        assert a == pytest.approx(b, rel=1e-8, abs=1e-12)
+def all_runs(paths: Mapping[str, Path], sets: list[str]) -> None:
+    for path in paths.values():
+        run(config_file.read(path, sets))
+
+
+def on_mesh(paths: Mapping[str, Path], mesh: dict[str, int]) -> None:
+    sets = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
+    worlds.run(
+        prod(n for axis, n in mesh.items() if axis != "ep"), functools.partial(all_runs, paths, sets), seconds=120
+    )
+
+
+def test_curves_are_equal_on_every_mesh(tmp_path: Path) -> None:
+    """A data rank takes 1, 2 or 4 micro-batches. Evaluations have the metrics of the objective."""
+    model = runs.source(tmp_path / "m", "qwen3_moe")
+    curves: dict[str, dict[str, Any]] = {}
+    for number, mesh in enumerate([{}, *MESHES]):
+        paths = {name: file_of(tmp_path / f"{number}" / name, name, model) for name in OBJECTIVES}
+        on_mesh(paths, mesh)
+        curves[str(mesh)] = {name: figures(path.parent) for name, path in paths.items()}
+    assert {"train/margins", "train/rewards_chosen"} < curves["{}"]["dpo"][0].keys()
+    evaluations = {name for name in curves["{}"]["classify"][-1] if name.startswith("eval/")}
+    assert evaluations == {"eval/held-out/loss", "eval/held-out/accuracy"}
+    for mesh_name, of_mesh in curves.items():
+        for name, steps in of_mesh.items():
+            for own, wanted in zip(steps, curves["{}"][name], strict=True):
+                assert own == pytest.approx(wanted, rel=1e-7, abs=1e-9), (mesh_name, name)
+    _exports_load_in_transformers(tmp_path / "0")
+
+
+def _exports_load_in_transformers(at: Path) -> None:
+    """Reward models and classifiers are classifiers of transformers, with the names of their labels."""
+    for name, num in (("reward", 1), ("classify", 3)):
+        exported = at / name / "out" / "export"
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float64)
+        assert theirs.config.num_labels == num
+    assert theirs.config.id2label == {0: "bad", 1: "good", 2: "odd"}
+
+
+def stopped(path: Path, at_step: int, *sets: str) -> tuple[list[str], int]:
+    """Run up to a step. Return the pairs of each stream, and how many streams the reference model scored."""
+    seen, scored, real, score = list[str](), list[int](), loop.Loop._log_step, reference_scores.logprobs
+
+    def note(self: loop.Loop, *args: Any) -> None:
+        first = self.position.stream - self.feed.streams_per_step
+        seen.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
+        self.stop.signal = 15 if self.step_number == at_step else None  # type: ignore[assignment] # as a signal would
+        real(self, *args)
+
+    def count(model: mw.Model, batches: list[mw.Batch]) -> Any:
+        scored.append(len(batches))
+        return score(model, batches)
+
+    loop.Loop._log_step, reference_scores.logprobs = note, count  # type: ignore[assignment]
+    try:
+        run(config_file.read(path, sets))
+    finally:
+        loop.Loop._log_step, reference_scores.logprobs = real, score  # type: ignore[method-assign]
+    return seen, sum(scored)
+
+
+def test_a_run_goes_on_with_its_pairs_and_scores(tmp_path: Path) -> None:
+    """On another number of ranks. Other weights of the reference are refused, and a damaged chunk is scored anew."""
+    model = runs.source(tmp_path / "m", "qwen3")
+    whole, parted = (file_of(tmp_path / name, "dpo", model, train={"steps": 6}) for name in ("whole", "parted"))
+    [(undisturbed, _)] = worlds.run(1, stopped, whole, 99)
+    first, num_scored = worlds.run(2, stopped, parted, 2, "mesh.fsdp=2")[0]
+    assert num_scored > 0
+    chunk = next((tmp_path / "parted" / "cache" / "reference").glob("*/000000"))
+    kept = chunk.read_bytes()
+    second, num_scored = worlds.run(1, stopped, parted, 99)[0]
+    assert num_scored == 0
+    assert [each.replace("/parted/", "/whole/") for each in [*first, *second]] == undisturbed
+    assert runs.losses(tmp_path / "parted") == pytest.approx(runs.losses(tmp_path / "whole"), rel=1e-9)
+    chunk.write_bytes(kept[:-1] + b"x")
+    assert worlds.run(1, stopped, parted, 99, "train.steps=7")[0][1] > 0
+    assert chunk.read_bytes() == kept
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(mw.errors.RankError, match=words("reference model with other weights")):
+        worlds.run(1, stopped, parted, 99, "train.steps=8")
+
+
+def reference_of(path: Path, *sets: str) -> torch.Tensor:
+    """Return the reference scores of the first step, and make the step."""
+    trainer = mw.Trainer(config_file.read(path, sets))
+    batches = trainer.feed.step(0).batches
+    return torch.cat([batch.fields["reference"] for batch in batches])
+
+
+def with_adapters_and_others(at: Path, model: Path, other: Path) -> list[torch.Tensor]:
+    drawn = dict(lora={"rank": 4}, save={"export": False})
+    paths = [
+        file_of(at / "own", "dpo", model), file_of(at / "lora", "dpo", model, **drawn),
+        file_of(at / "other", "dpo", model, options={"reference": str(other)}),
+        file_of(at / "copy", "dpo", other),
+    ]  # fmt: skip
+    return [reference_of(path) for path in paths]
+
+
+def test_the_reference_is_the_model_without_adapters_or_another(tmp_path: Path) -> None:
+    model = runs.source(tmp_path / "m", "qwen3")
+    shutil.copytree(model, tmp_path / "other")
+    weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    weights.lm_head.weight.data *= 1.5
+    weights.save_pretrained(tmp_path / "other")
+    [(own, lora, other, copy)] = worlds.run(1, with_adapters_and_others, tmp_path, model, tmp_path / "other")
+    assert torch.equal(own, lora)
+    assert torch.equal(other, copy)
+    assert not torch.allclose(own, other)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "options of another": (["simpo.margin=2.0"], words("simpo", 'objective = "simpo"', '"dpo"')),
+    "beta": (["dpo.beta=0.0"], words(r"dpo\.beta", "above 0")),
+    "smoothing of ipo": (['dpo.kind="ipo"', "dpo.label_smoothing=0.1"], words("label_smoothing", "ipo")),
+    "tokens": (['data.0.kind="tokens"'], words(r"data\[0\]\.kind", "one document")),
+    "joined": (['data.0.turns="joined"'], words(r"data\[0\]\.turns")),
+    "cut": (['data.0.too_long="cut"'], words(r"data\[0\]\.too_long", "drop")),
+    "samples of a reward model": (['objective="reward"', "dpo=", 'sample.prompts=["Hi"]'], words("sample.prompts")),
+    "labels": (['objective="classify"', "dpo=", 'classify.labels=["a", "a"]'], words("classify.labels", "different")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_reported_before_anything_runs(tmp_path: Path, name: str) -> None:
+    path = file_of(tmp_path / "run", "dpo", tmp_path / "m")
+    with pytest.raises(mw.ConfigError, match=BAD[name][1]):
+        config_file.read(path, BAD[name][0])

@@ -10,6 +10,7 @@ from .feed import SOURCE, Feed, batch_of, source_of
 from .field_values import OverTokens, over_tokens
 from .hf_datasets import Part, fetched_files, is_saved, saved_files
 from .images import PLACEHOLDERS, Frame, Images, Picture
+from .labelled import Labelled, WholeText
 from .pack import cut, filled, joined_batches, pack
 from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan

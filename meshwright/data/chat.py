@@ -95,6 +95,19 @@ class Chat:
             ids += turn
         return [tokens(ids, spans, views_so_far) for ids, spans, views_so_far in documents]
 
+    def document(self, row: Mapping[str, Any]) -> Tokens:
+        """Return a whole chat as one document, not trained on: up to its last stop token, if it has one."""
+        chat = conversation(row, self.options.fields, sees=self.processor is not None)
+        self._check_texts(chat)
+        views = [view for message in chat.messages for view in views_of(message, self.processor)]
+        flags = {**self.options.template_args, **chat.template_args}
+        if self.options.thinking != "auto":
+            flags = {"enable_thinking": self.options.thinking, **flags}
+        text = bounded(lambda: self._render(chat, len(chat.messages), flags, add_generation_prompt=False))
+        ids = self._ids(self._with_places(text, views))
+        stop = max((at for at, token in enumerate(ids) if token in self.stop_ids), default=len(ids) - 1)
+        return tokens(ids[: stop + 1], [], views)
+
     def unused(self, row: Mapping[str, Any]) -> set[str]:
         """Return the fields of a row that do not affect its documents."""
         return unused_fields(row, self.options.fields)

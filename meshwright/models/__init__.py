@@ -16,7 +16,7 @@ from ..recipe import Recipe
 from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, qwen3_vl, qwen4_exp
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer, Want
-from .hf_config import LABELS, Json, group, take
+from .hf_config import LABELS, Json, group, label_names, take, with_labels
 from .linear import Quantisable
 from .lora import ADAPTER
 from .lora_targets import adapt, adapters_of, without_adapters

@@ -7,7 +7,7 @@ user thinks. So a family lists which values it supports, and everything else rai
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,3 +113,22 @@ def labels_of(config: Json) -> Labels:
         raise ConfigError(f"config.json: num_labels={num}, but id2label names {named} labels; correct either")
     bias = take(config, "token_classification_bias", bool, token)
     return Labels(num, bias, new=not (sequence or token or bias))
+
+
+def with_labels(config: Json, names: Sequence[str]) -> Json:
+    """Return a config with the names of a classifier's labels. Refuse other names than it has."""
+    if not names:
+        return config
+    known, own = group(config, "id2label"), {str(number): name for number, name in enumerate(names)}
+    if labels_of(config) != Labels() and {str(k): v for k, v in known.items()} != own:
+        raise ConfigError(
+            f"labels={[*names]!r:.200}, but config.json is of a classifier with id2label={dict(known)!r:.200}; leave "
+            "labels out, or give a language model"
+        )
+    return {**config, "id2label": own, "label2id": {name: int(n) for n, name in own.items()}, "num_labels": len(names)}
+
+
+def label_names(config: Json) -> list[str]:
+    """Return the names of a value head's labels, as transformers names them where config.json does not."""
+    known = group(config, "id2label")
+    return [str(known.get(str(number), f"LABEL_{number}")) for number in range(labels_of(config).num)]

@@ -6,10 +6,17 @@ An objective also says which head it trains and what its rows are, which `meshwr
 pairs, documents or a whole step, so no number depends on the mesh, on packing or on micro-batches.
 """
 
+from .classify import Classify
 from .objective import Objective
 from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
 
 # By the name that a run file gives. Without one of them a run predicts the next token.
-OBJECTIVES: dict[str, type[Objective]] = {"dpo": Dpo, "orpo": Orpo, "simpo": Simpo, "reward": Reward}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "dpo": Dpo,
+    "orpo": Orpo,
+    "simpo": Simpo,
+    "reward": Reward,
+    "classify": Classify,
+}
 
-__all__ = ["OBJECTIVES", "REFERENCE", "Dpo", "Objective", "Orpo", "Reward", "Simpo"]
+__all__ = ["OBJECTIVES", "REFERENCE", "Classify", "Dpo", "Objective", "Orpo", "Reward", "Simpo"]

@@ -8,8 +8,8 @@ from ..engine import Loss
 class Objective(Protocol):
     """A training objective: a frozen dataclass of options.
 
-    `head`: of the model. `rows`: what a row of the data becomes: "pairs" of documents, the chosen answer first, or
-    "scored_pairs" with a label at the last token of each alone.
+    `head`: of the model. `rows`: what a row of the data becomes: "pairs" of documents, the chosen answer first;
+    "scored_pairs", with a label at the last token of each alone; or "labelled", a document with its class.
     """
 
     head: ClassVar[str]

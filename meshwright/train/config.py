@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from ..objectives import OBJECTIVES, Objective
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
-from .config_objectives import DpoSection, OrpoSection, RewardSection, SimpoSection
+from .config_objectives import ClassifySection, DpoSection, OrpoSection, RewardSection, SimpoSection
 from .config_section import (
     FIXED,
     FREE,
@@ -156,7 +156,15 @@ class LengthSection(Section):
     """The compute dtype of matmuls. Trained weights and optimizer state are float32, or float64 with "float64"."""
 
 
-_BY_HAND = {"head", "dtype", "memory", "pipeline", "context", "lora"}  # fields of Recipe that `section_from` leaves out
+_BY_HAND = {
+    "head",
+    "dtype",
+    "memory",
+    "pipeline",
+    "context",
+    "lora",
+    "labels",
+}  # fields of Recipe that `section_from` leaves out
 
 
 class TrainSection(section_from(MemoryOptions, section_from(Recipe, LengthSection, _BY_HAND))):  # type: ignore[misc]
@@ -299,9 +307,9 @@ class Config(Section):
     """The output directory: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
     """The random seed of the data order and of samples."""
-    objective: Annotated[Literal["sft", "dpo", "orpo", "simpo", "reward"], FIXED] = "sft"
+    objective: Annotated[Literal["sft", "dpo", "orpo", "simpo", "reward", "classify"], FIXED] = "sft"
     """The training objective. sft: the next token, of chats or texts. dpo, orpo, simpo: preference pairs. reward: a
-    reward model of such pairs."""
+    reward model of such pairs. classify: a class for each text or chat."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
     """auto: resume from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a slash: start from
     that checkpoint if OUT has none. To load only its weights, pass it as `model`."""
@@ -315,6 +323,7 @@ class Config(Section):
     orpo: OrpoSection = OrpoSection()
     simpo: SimpoSection = SimpoSection()
     reward: RewardSection = RewardSection()
+    classify: ClassifySection = ClassifySection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -332,7 +341,8 @@ class Config(Section):
         pipeline, context = Pipeline(**self.pipeline.model_dump()), ContextParallel(**self.context.model_dump())
         others = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _BY_HAND}
         others |= {} if self.lora is None else {"lora": Lora(**self.lora.model_dump())}
-        others |= {} if self.objective_options is None else {"head": self.objective_options.head}
+        others |= {} if self.objective == "sft" else {"head": OBJECTIVES[self.objective].head}
+        others |= {"labels": tuple(self.classify.labels)}
         return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **others)
 
     @property

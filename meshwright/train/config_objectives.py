@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ..objectives import Dpo, Orpo, Reward, Simpo
+from ..objectives import Classify, Dpo, Orpo, Reward, Simpo
 from .config_section import FIXED, section_from
 
 
@@ -25,3 +25,7 @@ class SimpoSection(section_from(Simpo)):  # type: ignore[misc]  # the fields are
 
 class RewardSection(section_from(Reward)):  # type: ignore[misc]  # the fields are those of the dataclass
     """Options of `objective = "reward"`."""
+
+
+class ClassifySection(section_from(Classify)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "classify"`; docs/classify.md explains them."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from ..data import (
     Documents,
     Feed,
     ImageLimits,
+    Labelled,
     Make,
     Part,
     Placeholders,
@@ -40,6 +41,7 @@ from ..data import (
     TokenizeSpec,
     Tokens,
     Unused,
+    WholeText,
     fetched_files,
     files_of,
     fingerprint_of,
@@ -55,7 +57,7 @@ from ..data import (
 )
 from ..errors import ConfigError, DataError, counted
 from ..mesh import Mesh
-from ..models import patch_of, placeholders_of, take, text_config
+from ..models import label_names, patch_of, placeholders_of, take, text_config
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .config_checks import num_tokens
@@ -69,29 +71,28 @@ class RowReader:
     """Options for reading data files for the model in `directory`.
 
     `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them. `rows`:
-    what a row becomes, as `Objective.rows` says. `processes`: how many tokenise at once.
+    what a row becomes, as `Objective.rows` says. `labels`: names of classes, by default those of the model.
+    `processes`: how many tokenise at once.
     """
 
     directory: Path
     cache: Path
     tower: bool = False
     rows: str = "documents"
+    labels: Sequence[str] = ()
     processes: int = 1
 
     @classmethod
     def of(cls, config: Config, directory: Path, cache: Path, processes: int = 1) -> RowReader:
         """Return the reader of a run's data."""
-        return cls(directory, cache, config.train.tower, config.rows, processes)
+        return cls(directory, cache, config.train.tower, config.rows, config.classify.labels, processes)
 
     @property
-    def pairs(self) -> bool:
-        """Whether a row has a chosen and a rejected answer."""
-        return self.rows in ("pairs", "scored_pairs")
-
-    @property
-    def finish(self) -> Callable[[Tokens], Tokens]:
-        """What becomes of each document of a pair."""
-        return scored if self.rows == "scored_pairs" else _as_it_is
+    def label_names(self) -> Sequence[str]:
+        """The names of the classes that rows may have; none for other objectives."""
+        if self.rows != "labelled":
+            return ()
+        return self.labels or label_names(text_config(read_config(self.directory)))
 
     def processor(self, section: SourceSection) -> Processor | None:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
@@ -106,6 +107,10 @@ class RowReader:
 
 def _as_it_is(document: Tokens) -> Tokens:
     return document  # not a lambda: it is pickled for the processes that tokenise
+
+
+# What becomes of each document of a pair.
+_PAIRS: Mapping[str, Callable[[Tokens], Tokens]] = {"pairs": _as_it_is, "scored_pairs": scored}
 
 
 def _root(section: SourceSection) -> Path:
@@ -205,24 +210,49 @@ def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]
     """
     directory = reader.directory
     key = json.dumps(section.model_dump(include={*_ROW_FIELDS}), sort_keys=True)
-    key += "" if reader.rows == "documents" else reader.rows
+    key += "" if reader.rows == "documents" else f"{reader.rows} {[*reader.label_names]}"
     if section.kind == "tokens":
         ready = Ready(vocab_size_of(directory), section.fields)
         return *_without_images(ready.documents, f"{key} {ready.vocab_size}", reader), ready.unused
     tokenizer, key = tokenizer_of(directory), key + fingerprint_of(directory)
     if section.kind == "text":
-        texts = (
-            TextPairs(tokenizer, reader.finish, section.fields) if reader.pairs else Texts(tokenizer, section.fields)
-        )
+        texts = _text_rows(section, reader, tokenizer)
         return *_without_images(texts.documents, key, reader), texts.unused
     template, processor = read_template(section.template), reader.processor(section)
     key += template + (processor.settings_key if processor else "")
-    if not reader.pairs:
-        chat = _chat(section, directory, tokenizer, template, processor)
-        return chat.documents, key, chat.unused
-    chat = _chat(section.model_copy(update={"fields": {}}), directory, tokenizer, template, processor)
-    pairs = ChatPairs(chat, reader.finish, section.fields)
-    return pairs.documents, key, pairs.unused
+    rows = _chat_rows(section, reader, tokenizer, template, processor)
+    return rows.documents, key, rows.unused
+
+
+class _Rows(Protocol):
+    """A reader of rows: to documents, and which fields it leaves out."""
+
+    def documents(self, row: Mapping[str, Any]) -> list[Tokens]: ...
+
+    def unused(self, row: Mapping[str, Any]) -> set[str]: ...
+
+
+def _text_rows(section: SourceSection, reader: RowReader, tokenizer: Any) -> _Rows:
+    """Return the reader of rows of plain text."""
+    if reader.rows in _PAIRS:
+        return TextPairs(tokenizer, _PAIRS[reader.rows], section.fields)
+    if reader.rows == "labelled":
+        text = WholeText(tokenizer)
+        return Labelled(text.document, text.unused, reader.label_names, section.fields)
+    return Texts(tokenizer, section.fields)
+
+
+def _chat_rows(
+    section: SourceSection, reader: RowReader, tokenizer: Any, template: str, processor: Processor | None
+) -> _Rows:  # fmt: skip
+    """Return the reader of rows of chats."""
+    if reader.rows == "documents":
+        return _chat(section, reader.directory, tokenizer, template, processor)
+    # Pairs and labels rename the fields of a row themselves.
+    chat = _chat(section.model_copy(update={"fields": {}}), reader.directory, tokenizer, template, processor)
+    if reader.rows in _PAIRS:
+        return ChatPairs(chat, _PAIRS[reader.rows], section.fields)
+    return Labelled(chat.document, chat.unused, reader.label_names, section.fields)
 
 
 def vocab_size_of(directory: Path) -> int:
