@@ -21,6 +21,10 @@ _MATRIX_NUMBERS = 90_000  # cells of all heat maps together
 CHARTS: dict[str, tuple[str, str]] = {
     "train/loss": ("Loss", "training; dots: held-out data"),
     "source": ("Loss of each source", ""),
+    "train/accuracy": ("Accuracy", "share of pairs or documents; dots: held-out data"),
+    "train/margins": ("Reward margin", "chosen minus rejected; dots: held-out data"),
+    "train/log_odds": ("Log odds ratio", "chosen against rejected; dots: held-out data"),
+    "rewards": ("Rewards", "of chosen and rejected answers"),
     "train/grad_norm": ("Gradient norm", "before clipping"),
     "train/mtp_loss": ("Loss of the MTP head", "cross-entropy of the token after next"),
     "train/mtp_acceptance": ("Accepted drafts", "share of tokens that the MTP head ranks first"),
@@ -33,6 +37,7 @@ CHARTS: dict[str, tuple[str, str]] = {
 }
 _FROM_ZERO = ("memory/peak_bytes",)  # an axis that starts at the minimum would show 5% more memory as a cliff
 _SOURCE = "train/loss/"
+_TOGETHER = {"rewards": ("train/rewards_chosen", "train/rewards_rejected")}  # metrics that share a chart
 
 
 def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -108,17 +113,18 @@ def _chart(metric: str, runs: Sequence[Run], max_points: int) -> list[dict[str, 
     for number, run in enumerate(runs):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for name in _names(metric, run):
-            label = run.name if name == metric else prefix + name.removeprefix(_SOURCE)
+            label = run.name if name == metric else prefix + name.removeprefix(_SOURCE).removeprefix("train/")
             curve = _curve([(line, _value(line, name)) for line in run.of("step")], max_points)
             if any(value is not None for value in curve["y"]):
                 curves.append({"run": number, "label": label, **curve})
-        if metric == "train/loss":
-            curves += _held_out_curves(number, run, max_points)
+        curves += _held_out_curves(metric.removeprefix("train/"), number, run, max_points)
     return curves
 
 
 def _names(metric: str, run: Run) -> list[str]:
     """Return the names of a metric's curves; "source" has one for each source."""
+    if metric in _TOGETHER:
+        return [*_TOGETHER[metric]]
     if metric != "source":
         return [metric]
     return sorted({name for line in run.of("step")[:50] for name in line if name.startswith(_SOURCE)})
@@ -146,15 +152,15 @@ def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], max_points:
     }
 
 
-def _held_out_curves(number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
-    """Yield the held-out losses as points.
+def _held_out_curves(figure: str, number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
+    """Yield a figure of the held-out sets, such as the loss, as points.
 
     As points: evaluations are rare, and a line between them would suggest values that were never measured.
     """
-    names = sorted({name for line in run.of("eval") for name in line if name.endswith("/loss")})
+    names = sorted({name for line in run.of("eval") for name in line if name.endswith(f"/{figure}")})
     for name in names:
         points = [(line, line.get(name)) for line in run.of("eval")]
-        label = f"{run.name}: {name.removeprefix('eval/').removesuffix('/loss')}"
+        label = f"{run.name}: {name.removeprefix('eval/').removesuffix(f'/{figure}')}"
         yield {"run": number, "label": label, "points": True, **_curve(points, max_points)}
 
 

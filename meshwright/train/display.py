@@ -37,6 +37,8 @@ _NOT_METRICS = ("kind", "step", "time", "attempt", "nan")  # fields of a line th
 _STOPPING = "signal {}: finishing the step and saving; a second signal ends the run at once"
 _STOPPING_EARLY = "signal {}: the ranks end before their first step; a second signal ends them at once"
 _GRACE_S = 2.0  # after a second signal, before this process exits and the kernel kills its ranks
+# Figures of objectives other than the next token, by the name on the terminal.
+_OF_OBJECTIVES = {"accuracy": "train/accuracy", "margin": "train/margins"}
 
 
 class Tail:
@@ -312,6 +314,9 @@ class Screen:
         yield "loss", loss
         for name, losses in self.state.held_out.items():
             yield ("held out" if len(self.state.held_out) == 1 else name), _held_out(losses)
+        for name, figure in _OF_OBJECTIVES.items():
+            if figure in values:
+                yield name, Text(number(values[figure], ".3f"))
         yield "grad norm", _norm(values)
         yield "lr", Text(number(values["train/learning_rate"], ".2e"))
         yield "tokens/s", _speed(values)

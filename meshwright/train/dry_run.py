@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 
@@ -94,12 +95,23 @@ def _short(text: str) -> str:
 
 
 def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:
-    """Format a document with its trained spans in green and brackets, below the place of its row in the file."""
-    document, at = documents.tokens(number), 0
-    head = f"{documents.place(number)}: {counted(len(document), 'token')}, {document.num_targets} trained"
-    text = Text(f"{head}\n", style="bold")
-    for start, stop in document.spans:
-        text.append(spell(document, at, start), style="not bold dim")
-        text.append(f"[{spell(document, start, stop)}]", style="not bold green")
-        at = stop
-    return text.append(spell(document, at, len(document)) + "\n", style="not bold dim")
+    """Format a document with its trained spans in green and brackets, below the place of its row in the file.
+
+    Documents that belong together, such as both answers of a pair, follow each other, each with a line of its own.
+    """
+    document = documents.tokens(number)
+    what = f"{document.num_targets} trained" if not document.classes else "a label at the end of each document"
+    text = Text(f"{documents.place(number)}: {counted(len(document), 'token')}, {what}\n", style="bold")
+    ends, labels = [*accumulate(document.sizes)], [f" -> [{label}]" for label in document.classes]
+    for part, (end, size) in enumerate(zip(ends, document.sizes, strict=True), 1):
+        if len(ends) > 1:
+            text.append(f"document {part} of {len(ends)}:\n", style="bold")
+        at = end - size
+        for start, stop in (span for span in document.spans if end - size <= span[0] < end):
+            text.append(spell(document, at, start), style="not bold dim")
+            text.append(f"[{spell(document, start, stop)}]", style="not bold green")
+            at = stop
+        text.append(spell(document, at, end), style="not bold dim")
+        text.append(labels[part - 1] if labels else "", style="not bold green")
+        text.append("\n")
+    return text

@@ -109,9 +109,10 @@ def _step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     """Format a step in 80 columns; the learning rate goes first if they do not suffice."""
     left = (num_steps - step) * values["time/step_s"]
     lr = f"  lr {number(values['train/learning_rate'], '.2e')}"
+    accuracy = f"accuracy {number(values['train/accuracy'], '.2f')}  " if "train/accuracy" in values else ""
     text = (
         f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {number(values['train/loss'], '.4f')}  "
-        f"norm {number(values['train/grad_norm'], '.3g')}{lr}  "
+        f"{accuracy}norm {number(values['train/grad_norm'], '.3g')}{lr}  "
         f"{token_amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
     )
     return text if len(text) <= WIDTH else text.replace(lr, "")  # the schedule determines it anyway

@@ -131,7 +131,8 @@ class ReferenceScores:
                     sums = LossDocuments.of(batch).sum(values_T.cpu().double()).tolist()
                     own += [(*place, value) for place, value in zip(_places(feed, number), sums, strict=True)]
         parts = self.mesh.gather_objects(np.array(own, dtype=np.float64).reshape(-1, 3), ("replicate", "fsdp"))
-        return np.concatenate(parts)
+        rows = np.concatenate(parts)
+        return rows[np.lexsort((rows[:, 1], rows[:, 0]))]  # an order that does not depend on the mesh
 
     def _keep(self, file: Path, rows: Scores) -> None:
         """Write a chunk on rank 0. If the disk is full, all ranks raise."""
