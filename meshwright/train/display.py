@@ -314,9 +314,7 @@ class Screen:
         yield "loss", loss
         for name, losses in self.state.held_out.items():
             yield ("held out" if len(self.state.held_out) == 1 else name), _held_out(losses)
-        for name, figure in _OF_OBJECTIVES.items():
-            if figure in values:
-                yield name, Text(number(values[figure], ".3f"))
+        yield from _figures_of_objective(values)
         yield "grad norm", _norm(values)
         yield "lr", Text(number(values["train/learning_rate"], ".2e"))
         yield "tokens/s", _speed(values)
@@ -401,3 +399,10 @@ def _experts(values: Mapping[str, Any]) -> Text:
 def _flat(text: str) -> str:
     """Put a text on one line."""
     return " ".join(text.split())
+
+
+def _figures_of_objective(values: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
+    """Yield the figures of an objective other than the next token."""
+    for name, metric in _OF_OBJECTIVES.items():
+        if metric in values:
+            yield name, Text(number(values[metric], ".3f"))
