@@ -294,7 +294,7 @@ def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 def _local_words(ids_TK: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
     """Return whether each index is one of these words, and the index or 0, both [T, K]."""
     is_local_TK = (ids_TK >= 0) & (ids_TK < num_words)
-    return is_local_TK, ids_TK.where(is_local_TK, 0)
+    return is_local_TK, ids_TK.where(is_local_TK, 0).long()
 
 
 def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
