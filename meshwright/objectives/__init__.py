@@ -8,5 +8,15 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 
 from .distillation import Distill
 from .pairs import Dpo, Orpo, Reward, Simpo
+from .teacher_scores import TeacherScores, TeacherScoresWriter, weights_fingerprint
 
-__all__ = ["Distill", "Dpo", "Orpo", "Reward", "Simpo"]
+__all__ = [
+    "Distill",
+    "Dpo",
+    "Orpo",
+    "Reward",
+    "Simpo",
+    "TeacherScores",
+    "TeacherScoresWriter",
+    "weights_fingerprint",
+]

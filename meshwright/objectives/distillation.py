@@ -73,8 +73,8 @@ class Distill:
         the other words.
         """
         check_vocabularies(teacher, student)
-        vocab, k = student.blueprint.vocab, min(self.top_k, teacher.blueprint.vocab)
-        scored = top_logprobs(teacher, batches, k, temperature=self.temperature)
+        vocab = student.blueprint.vocab
+        scored = top_logprobs(teacher, batches, self.top_k, temperature=self.temperature)
         return [
             batch.with_fields(
                 **{IDS: top["ids"].masked_fill(top["ids"] >= vocab, -1), LOGPROBS: top["logprobs"]}

@@ -165,10 +165,12 @@ def token_stats(x, weight, labels):
 def word_stats(x, weight, labels, ids, temperature, word_temperature):
     """The numbers of `token_stats`, the logsumexp at the temperature of the words, and the logit of each word."""
     logits = x @ weight.T / word_temperature
-    pick = lambda row, i: row[i] if 0 <= i < len(weight) else row[0] * 0
-    of_words = torch.stack([torch.stack([pick(row, i) for i in own]) for row, own in zip(logits, ids, strict=True)])
-    lse_T1 = logits.exp().sum(-1, keepdim=True).log()
-    return torch.cat([token_stats(x, weight / temperature, labels), lse_T1, of_words], dim=-1)
+    of_words = [
+        torch.stack([row[i] if 0 <= i < len(weight) else row[0] * 0 for i in own])
+        for row, own in zip(logits, ids, strict=True)
+    ]
+    lse = logits.exp().sum(-1, keepdim=True).log()
+    return torch.cat([token_stats(x, weight / temperature, labels), lse, torch.stack(of_words)], dim=-1)
 
 
 # What 8 bits (E4M3) can be: a sign, four bits of exponent and three of fraction; no infinities, and zero twice.
