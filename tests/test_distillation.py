@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.models import Want
 from meshwright.objectives import Distill, TeacherScores, TeacherScoresWriter, weights_fingerprint
 from meshwright.objectives.distillation import IDS, LOGPROBS, divergence
+from meshwright.ops.part_sizes import shrunk_part_sizes
 from tests import parts, rl_losses, tiny, trials, worlds
 from tests.test_rl import worst
 from tests.words import words
@@ -116,10 +117,13 @@ def answers(at: Mapping[str, Path], source: str, mesh: dict[str, int]) -> dict[s
 def _write_and_read(at: Path, teacher: mw.Model, batches: list[mw.Batch]) -> None:
     """Files hold what the teacher says, whoever wrote them; a second writer has nothing left to do."""
     objective = CASES["a teacher"][0]
+    written = []
     for _ in range(2):
-        with TeacherScoresWriter(at, objective, teacher, teacher="one") as writer:
+        with shrunk_part_sizes(), TeacherScoresWriter(at, objective, teacher, teacher="one") as writer:
             writer.score(batches)
-        assert len([*at.glob("scores-*")]) == teacher.mesh.num_data_ranks
+        written.append(sorted(at.iterdir()))
+    assert written[0] == written[1]
+    assert len(written[0]) > 1 + teacher.mesh.num_data_ranks
     stored = TeacherScores(at, replace(objective, top_k=8), teacher="one")
     assert len(stored) == len(rl_losses.SIZES)
     for batch in batches:

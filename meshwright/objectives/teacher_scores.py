@@ -23,6 +23,7 @@ from torch import Tensor
 from ..data import Batch
 from ..engine import Model, top_logprobs
 from ..errors import BrokenFile, ConfigError, DataError
+from ..ops.part_sizes import part_size
 from ..weights import read_header, read_json
 from .distillation import IDS, LOGPROBS, Distill
 
@@ -30,7 +31,7 @@ ABOUT = "teacher.json"
 FORMAT = 1
 _IDS, _LOGPROBS = ".ids", ".logprobs"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
-_FILE_BYTES = 256 << 20  # after which a writer begins another file
+_FILE_BYTES = part_size(__name__, "_FILE_BYTES", 256 << 20, small=1500)  # after which a writer begins another file
 
 
 def document_key(tokens: Tensor) -> str:
@@ -106,8 +107,8 @@ class TeacherScoresWriter:
                 self._tensors[key + _IDS] = ids.to(torch.int32).contiguous()
                 self._tensors[key + _LOGPROBS] = logprobs.to(_DTYPES[self.dtype]).contiguous()
                 self._num_bytes += self._tensors[key + _IDS].nbytes + self._tensors[key + _LOGPROBS].nbytes
-        if self._num_bytes >= _FILE_BYTES:
-            self._flush()
+                if self._num_bytes >= _FILE_BYTES:
+                    self._flush()
 
     def _flush(self) -> None:
         """Write a file. It appears under its name when it is whole."""
