@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ class Distill:
     gradient of the KL shrinks with the square of the temperature, which the factor makes up for.
     """
 
+    head: ClassVar[str] = "lm"
+    rows: ClassVar[str] = "documents"
+
     temperature: float = option(1.0, "What the logits of teacher and student are divided by for the KL divergence.")
     kind: str = option(
         "forward", 'The direction of the KL divergence: "forward" weighs words by the teacher and covers all that it '
@@ -47,8 +51,8 @@ class Distill:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_number("distill.temperature", self.temperature, open_=True)
-        check_number("distill.alpha", self.alpha, open_=True)
+        check_number("distill.temperature", self.temperature, above=True)
+        check_number("distill.alpha", self.alpha, above=True)
         if self.alpha > 1:
             raise ConfigError(f"distill.alpha={self.alpha!r} must be above 0 and at most 1")
         if type(self.top_k) is not int or self.top_k < 1:

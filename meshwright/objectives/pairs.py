@@ -4,24 +4,18 @@ A pair is a group of two documents, the chosen one first. Its log-probabilities 
 tokens of an answer, so a term needs whole documents: `mw.Loss(per="group")`. The mean is over the pairs of a step.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..engine import Loss
+from ..engine import Loss, LossDocuments
 from ..errors import ConfigError, DataError
 from ..recipe import option
 from .checks import check_number
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..engine import LossDocuments
 
 REFERENCE = "reference"  # the field with the log-probability that the reference model gives the whole document
 DPO_LOSSES = ("sigmoid", "sigmoid_norm", "ipo")
@@ -44,6 +38,9 @@ class Dpo:
     """Direct preference optimisation (arXiv 2305.18290) against a reference model, whose log-probabilities of whole
     documents are the field `reference`."""
 
+    head: ClassVar[str] = "lm"
+    rows: ClassVar[str] = "pairs"
+
     beta: float = option(0.1, "How strongly the reference holds the model; IPO calls it tau.")
     kind: str = option(
         "sigmoid", 'The loss: "sigmoid" of DPO; "sigmoid_norm", the same with log-probabilities divided by the length '
@@ -55,7 +52,7 @@ class Dpo:
     )
 
     def __post_init__(self) -> None:
-        check_number("dpo.beta", self.beta, open_=True)
+        check_number("dpo.beta", self.beta, above=True)
         check_number("dpo.label_smoothing", self.label_smoothing, below=0.5)
         check_number("dpo.sft_weight", self.sft_weight)
         if self.kind not in DPO_LOSSES:
@@ -95,10 +92,13 @@ class Orpo:
     """Odds-ratio preference optimisation (arXiv 2403.07691): cross-entropy of the chosen answer, and the odds ratio of
     both. It needs no reference model."""
 
+    head: ClassVar[str] = "lm"
+    rows: ClassVar[str] = "pairs"
+
     weight: float = option(0.1, "The weight of the odds-ratio term (lambda in the paper).")
 
     def __post_init__(self) -> None:
-        check_number("orpo.weight", self.weight, open_=True)
+        check_number("orpo.weight", self.weight, above=True)
 
     @property
     def loss(self) -> Loss:
@@ -123,11 +123,14 @@ def _log_odds(logprob: Tensor) -> Tensor:
 class Simpo:
     """SimPO (arXiv 2405.14734): mean log-probabilities with a target margin, without a reference model."""
 
+    head: ClassVar[str] = "lm"
+    rows: ClassVar[str] = "pairs"
+
     beta: float = option(2.0, "The scale of mean log-probabilities.")
     margin: float = option(1.0, "The margin by which the chosen answer should win (gamma in the paper).")
 
     def __post_init__(self) -> None:
-        check_number("simpo.beta", self.beta, open_=True)
+        check_number("simpo.beta", self.beta, above=True)
         check_number("simpo.margin", self.margin)
 
     @property
@@ -143,7 +146,10 @@ class Simpo:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward model (Bradley-Terry): the value at the last token of the chosen answer is to exceed the rejected one's."""
+    """A reward model (Bradley-Terry): the value at the last token of the chosen answer is to be the larger one."""
+
+    head: ClassVar[str] = "value"
+    rows: ClassVar[str] = "scored_pairs"
 
     centre: float = option(
         0.0, "The weight of the square of the sum of both values, which keeps rewards near 0 (arXiv 2312.09244)."
@@ -160,8 +166,8 @@ class Reward:
     def __call__(self, scores: Mapping[str, Tensor], _: Mapping[str, Tensor], docs: LossDocuments) -> Result:
         if scores["values"].ndim > 1:
             raise DataError(
-                f"a reward model has one label, and this one has {scores['values'].shape[1]}; num_labels in config.json "
-                "says how many"
+                f"a reward model has one label, and this one has {scores['values'].shape[1]}; num_labels in "
+                "config.json says how many"
             )
         chosen_G, rejected_G = halves(docs, docs.sum(scores["values"]))
         margin_G = chosen_G - rejected_G
