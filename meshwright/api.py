@@ -34,6 +34,7 @@ from .engine import (
     shards,
     stream,
     tensor_specs,
+    top_logprobs,
 )
 from .errors import (
     BrokenCheckpointError,
@@ -121,6 +122,7 @@ __all__ = [
     "shards",
     "stream",
     "tensor_specs",
+    "top_logprobs",
     "train",
     "weight_sync",
 ]

@@ -31,12 +31,12 @@ _INT_DTYPES = (torch.int64, torch.int32)  # not uint8: torch indexes with it as 
 
 
 def _check_stream(name: str, values: object, num: int | None = None) -> None:
-    """Check that a stream is a tensor with one value a token."""
+    """Check that a stream is a tensor with one value a token; a field may have a row of values."""
     if not isinstance(values, Tensor) or values.is_complex():
         raise DataError(f"{name} of the batch is not a tensor of real numbers; make batches with mw.pack(...)")
     if name in _TOKEN_STREAMS and values.dtype not in _INT_DTYPES:
         raise DataError(f"{name} of the batch are {values.dtype}, not whole numbers; use mw.pack(...)")
-    if values.dim() != 1 or num not in (None, len(values)):
+    if values.dim() not in ((1,) if name in _TOKEN_STREAMS else (1, 2)) or num not in (None, len(values)):
         for_tokens = "" if num is None else f" for {num} tokens"
         raise DataError(f"{name} has shape {tuple(values.shape)}{for_tokens}; give one value a token")
 
@@ -57,9 +57,10 @@ class Batch:
     the stream has been split over cp, loses the last target of every shard (transformers#48570).
 
     A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents: 0,
-    ..., T. `fields` are further values, one a token, such as weights or advantages; those of token t belong to the term
-    of token t. The last `num_filler` tokens are padding, a document that loss and counts ignore. `images` stay on the
-    host: each rank takes those that it encodes. Images without frames belong to other ranks alone.
+    ..., T. `fields` are further values, one a token or a row `[T, K]`, such as weights, advantages, or the likeliest
+    words of a teacher; those of token t belong to the term of token t. The last `num_filler` tokens are padding, a
+    document that loss and counts ignore. `images` stay on the host: each rank takes those that it encodes. Images
+    without frames belong to other ranks alone.
 
     `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: which documents
     belong together, such as the answers to one prompt; by default each is alone.
@@ -197,7 +198,7 @@ class Batch:
         return torch.cat([*parts, parts[0].new_zeros(self.num_filler, *parts[0].shape[1:])])
 
     def with_fields(self, **fields: Any) -> Batch:
-        """Return the batch with more fields, each `[T]`, such as the log-probabilities of a reference model."""
+        """Return the batch with more fields, `[T]` or `[T, K]`, such as the log-probabilities of a reference model."""
         return replace(
             self, fields={**self.fields, **{name: self._field(name, values) for name, values in fields.items()}}
         )

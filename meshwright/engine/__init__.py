@@ -10,7 +10,7 @@ from .batching import batches, by_document
 from .checkpoint import Resumed, resume, save
 from .engine import Engine
 from .export import check_export, export
-from .inference import embeddings, expert_choices, logits, logprobs, sample, scores
+from .inference import embeddings, expert_choices, logits, logprobs, sample, scores, top_logprobs
 from .loss import Loss
 from .loss_documents import LossDocuments
 from .model import Model, init, load

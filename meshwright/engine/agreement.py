@@ -31,7 +31,7 @@ from .loss_documents import LossDocuments
 from .model import Model
 from .mtp import MtpData, mtp_data
 from .step_results import Results
-from .validation import check_autocast, check_batches, check_given_experts, check_inference_mode
+from .validation import check_autocast, check_batches, check_given_experts, check_inference_mode, check_word_ids
 from .vision_sync import check_pictures, pictures_mask
 
 Result = TypeVar("Result")
@@ -265,13 +265,15 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
     return "the ranks differ in their settings"  # unreachable: equal texts have equal checksums
 
 
-def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token") -> Data:
+def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token", words: str = "") -> Data:
     """Check this rank's batches and measure them. It reads values on the host, so it runs before they are copied to the
-    device. `per`: what a term of the loss is about, whose weight is the divisor.
+    device. `per`: what a term of the loss is about, whose weight is the divisor. `words`: the field of words that are
+    scored too.
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     check_pictures(batches, model.blueprint.module.tower, words=want != "values")
     check_given_experts(batches, model.blueprint.balance)
+    check_word_ids(batches, words, model.blueprint.vocab)
     if want != "values":  # labels of a value head are classes, or mark the tokens that have a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]

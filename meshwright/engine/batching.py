@@ -192,6 +192,6 @@ def _bins(units: Sequence[Sequence[int]], sizes: Sequence[int], length: int, nam
 def _empty_batch(whole: Batch, length: int) -> Batch:
     """Return a batch of padding. A data rank without documents runs it, because the other ranks wait for its
     collectives."""
-    zeros = {name: values.new_zeros(length) for name, values in whole.fields.items()}
+    zeros = {name: values.new_zeros(length, *values.shape[1:]) for name, values in whole.fields.items()}
     tokens_T = whole.tokens.new_zeros(length)
     return Batch(tokens_T, torch.full_like(tokens_T, IGNORE), (0, length), zeros, num_filler=length)

@@ -25,7 +25,6 @@ from ..checkpoint import SaveJob
 from ..data import Batch
 from ..errors import ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
-from ..models import Want
 from ..optim import AdamW, LocalOptimizer, Optimizer, WholeMatrices
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
@@ -63,6 +62,7 @@ from .validation import (
     check_temperature,
     check_trainable,
     check_trains,
+    check_words,
     lr_of_step,
     norm_bound,
 )
@@ -220,7 +220,7 @@ class Engine:
                 return None, torch.stack([torch.zeros_like(aux), aux, *[torch.zeros_like(aux)] * num_zeros])
             if mtp is not None:  # only here: another stage of this rank would count once more what backward recomputed
                 mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
-            num = self._terms.num_scores
+            num = len(self._terms.names(Loss.of(self.loss)))
             loss = self._share(batch, scores[:num], step)
             shares = torch.stack([loss.detach().double(), aux])
             if mtp is not None:
@@ -229,7 +229,8 @@ class Engine:
             check_trainable(loss)
             return loss, torch.cat([shares, self._metrics_M / step.weight])
 
-        local, want = self._local_batches(batches, step), Want(self.want, self.mtp is not None, float(self.temperature))
+        want = self._terms.wanted(Loss.of(self.loss), float(self.temperature), self.mtp is not None)
+        local = self._local_batches(batches, step)
         shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
@@ -297,7 +298,7 @@ class Engine:
 
         shares = torch.zeros(1 + self._num_metrics, dtype=torch.float64, device=self.model.mesh.device)
         # A pipeline stage without the head has no terms: its shares stay 0.
-        want = Want(self.want, temperature=float(self.temperature))
+        want = self._terms.wanted(Loss.of(self.loss), float(self.temperature))
         for part in parallel.run_forward(self.model, self._local_batches(batches, step), want, term):
             shares += part
         # The place of the router's aux loss is empty.
@@ -424,15 +425,16 @@ class Engine:
             per = loss.per if loss.normalise else "micro_batch"
             self.settle_saving()
             check_temperature(self.temperature, self.model.blueprint.scores)
+            check_words(loss, float(self.temperature), self.model.blueprint.scores)
             check_on_nonfinite(self.on_nonfinite)
             if call == EVALUATE:
-                return Proposal(data_of(self.model, batches, self.want, per), settings=self._settings())
+                return Proposal(data_of(self.model, batches, self.want, per, loss.words), settings=self._settings())
             check_ready(self.model, self.trained)
             check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             options = self.optimizer.options
             settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
-            data = data_of(self.model, batches, self.want, per)
+            data = data_of(self.model, batches, self.want, per, loss.words)
             return Proposal(data, lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None
@@ -452,6 +454,7 @@ class Engine:
             "the step": self.steps,
             "the loss": function.__qualname__,
             "what the loss is of": (loss.per, loss.normalise, loss.metrics),
+            "the words that the loss scores, and their temperature": (loss.words, loss.word_temperature),
             "temperature": float(self.temperature),
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,

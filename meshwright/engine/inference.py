@@ -23,7 +23,7 @@ from ..models import Want, text_config
 from ..watch import doing, names_lost_ranks
 from .agreement import GatheredData, Proposal, agree, check_is_model, check_same_data, data_of
 from .model import Model
-from .validation import check_no_placeholders, check_prompts, check_temperature, check_top_p
+from .validation import check_no_placeholders, check_num_top, check_prompts, check_temperature, check_top_p
 from .vision_sync import sync_pictures
 
 SCORES = Sum("the scores of the last stage", ("pp",))
@@ -68,6 +68,35 @@ def logprobs(
     given = [batches] if isinstance(batches, Batch) else batches
     each = _whole_scores(model, given, Want("logprobs", temperature=temperature), "logprobs")
     return each[0] if isinstance(batches, Batch) else each
+
+
+@overload
+def top_logprobs(model: Model, batches: Batch, k: int, *, temperature: float = 1.0) -> dict[str, Tensor]: ...
+@overload
+def top_logprobs(
+    model: Model, batches: Sequence[Batch], k: int, *, temperature: float = 1.0
+) -> list[dict[str, Tensor]]: ...
+@names_lost_ranks()
+def top_logprobs(
+    model: Model, batches: Batch | Sequence[Batch], k: int, *, temperature: float = 1.0
+) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+    """Return the k likeliest next words of each token, the likeliest first: "ids" and their "logprobs", `[T, k]` each.
+
+    Of several batches, a list. Labels play no part; padding has the ids -1 and the log-probabilities 0. `temperature`
+    divides the logits first. No rank ever has `[T, V]` logits. No gradients.
+    """
+    given = [batches] if isinstance(batches, Batch) else batches
+    want = Want("top_words", temperature=temperature, num_top=k)
+    own = score_without_grad(model, given, want, "top_logprobs")
+    each = [_top_of(batch, model.mesh.gather_rows(x, ("cp", "tp"))) for batch, x in zip(given, own, strict=True)]
+    return each[0] if isinstance(batches, Batch) else each
+
+
+def _top_of(batch: Batch, top_Tk2: Tensor) -> dict[str, Tensor]:
+    """Return the result of `top_logprobs` for a batch, without what padding predicts."""
+    top_Tk2[len(batch) - batch.num_filler :] = torch.tensor([0.0, -1.0])
+    logprobs_Tk, ids_Tk = top_Tk2.unbind(-1)
+    return {"ids": ids_Tk.long(), "logprobs": logprobs_Tk.contiguous()}
 
 
 def _whole_scores(model: Model, batches: Sequence[Batch], want: Want, call: str) -> list[Tensor]:
@@ -150,7 +179,11 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
             known, score = ", ".join(model.blueprint.scores), want.score
             raise StateError(f"the head of this model computes {known}, not {score}; choose another head= of mw.load")
         check_temperature(want.temperature, model.blueprint.scores)
-        return Proposal(data_of(model, batches, want.score), settings={"temperature": want.temperature})
+        settings = {"temperature": want.temperature}
+        if want.score == "top_words":
+            check_num_top(want.num_top, model.blueprint.vocab)
+            settings["k"] = want.num_top
+        return Proposal(data_of(model, batches, want.score), settings=settings)
 
     _, gathered = agree(model, call, propose, REPLICA)
     check_same_data(gathered, model.mesh, REPLICA)
@@ -159,7 +192,7 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
     local = [batch.to(model.mesh.device) for batch in synced]
     both = lambda _batch, scores: scores[0] if len(scores) == 1 else torch.stack(scores, -1)  # noqa: E731 - short
     results = parallel.run_forward(model, local, want, both)
-    shape = _scores_shape(model, len(local[0]), want.score)
+    shape = _scores_shape(model, len(local[0]), want)
     return list(_from_last_stage(model, results, (len(local), *shape)))
 
 
@@ -174,13 +207,15 @@ def _check_same_count(gathered: GatheredData) -> None:
         )
 
 
-def _scores_shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
+def _scores_shape(model: Model, num_tokens: int, want: Want) -> tuple[int, ...]:
     """Return the shape of a rank's scores, also on pipeline stages without the head."""
     axes = model.mesh.axes
-    if want == "logits":
+    if want.score == "logits":
         return num_tokens // axes.cp, vocab_slice_size(model)
     shape = model.blueprint.module.shape
-    columns = {"hidden": shape.width, "values": shape.labels.num, "entropy": 2}.get(want, 1)
+    if want.score == "top_words":
+        return num_tokens // (axes.cp * axes.tp), want.num_top, 2
+    columns = {"hidden": shape.width, "values": shape.labels.num, "entropy": 2}.get(want.score, 1)
     return (num_tokens // (axes.cp * axes.tp), *((columns,) if columns > 1 else ()))
 
 

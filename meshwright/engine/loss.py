@@ -26,12 +26,19 @@ class Loss:
 
     `metrics`: names of figures. The function then returns `(terms, {name: values})`, with values in the shape of its
     terms, and `record.metrics` has their mean over the step, or their sum with `normalise=False`.
+
+    `words`: the name of a field of token ids `[T, K]`, such as the likeliest words of a teacher, with -1 for no word.
+    The function then gets `scores["word_logprobs"]` too: `[T, K]`, their log-probabilities, and 0 for no word.
+    `word_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at 1; without it they are at
+    the temperature of the engine.
     """
 
     function: LossFunction
     per: str = "token"
     normalise: bool = True
     metrics: tuple[str, ...] = ()
+    words: str = ""
+    word_temperature: float | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -48,6 +55,10 @@ class Loss:
         names: object = self.metrics
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f'metrics={names!r} must be a tuple of names, such as ("kl", "clip_fraction")')
+        if not isinstance(self.words, str):
+            raise ConfigError(f"words={self.words!r} must be the name of a field of token ids [tokens, K]")
+        if self.word_temperature is not None and not self.words:
+            raise ConfigError(f"word_temperature={self.word_temperature!r} has no effect without words=")
 
     @classmethod
     def of(cls, loss: Loss | LossFunction) -> Loss:

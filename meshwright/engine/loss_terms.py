@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..data import WEIGHT, Batch
+from ..models import Want
 from ..parallel import Scores
 from .loss import Loss
 from .loss_call import call_loss, perturbed
@@ -35,10 +36,18 @@ class Terms:
 
     def __init__(self, model: Model, want: str) -> None:
         self.model, self.want = model, want
-        self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
-        self.num_scores = len(self._names)
         self._checked: tuple[Loss, set[frozenset[str]]] | None = None  # the loss, and with which fields
         self.failure: Exception | None = None
+
+    def wanted(self, loss: Loss, temperature: float, mtp: bool = False) -> Want:
+        """Return the request to the model for the scores of a loss."""
+        of_words = temperature if loss.word_temperature is None else float(loss.word_temperature)
+        return Want(self.want, mtp, temperature, words=loss.words, word_temperature=of_words)
+
+    def names(self, loss: Loss) -> tuple[str, ...]:
+        """Return the names of the scores that a loss gets, in the order of the head."""
+        own = ("logprobs", "entropy") if self.want == "entropy" else (self.want,)
+        return (*own, "word_logprobs") if loss.words else own
 
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
         """Return a tensor that sums to this rank's part of the loss of a micro-batch, and its part of each metric
@@ -79,7 +88,7 @@ class Terms:
         # A loss may divide by a field that is 0 at padding. `masked_fill` below drops the infinite term, but its
         # gradient would be 0 * inf = NaN. So scores without a label are detached.
         masked = (torch.where(has_term_T, x.t(), x.detach().t()).t() for x in scores)
-        inputs = dict(zip(self._names, masked, strict=True))
+        inputs = dict(zip(self.names(loss), masked, strict=True))
         terms_T, metrics_MT, names_read = call_loss(self.model, loss, inputs, fields)
         if not self._is_checked(loss, fields):
             check_read({*fields} - names_read)
@@ -127,7 +136,7 @@ class Terms:
         has_grad = scores[0].requires_grad and torch.is_grad_enabled()
         leaves = [x.t().masked_fill(~batch.is_target_T, 0.0).t().requires_grad_(has_grad) for x in whole]
         # Copies, because a loss may write into its scores, and a leaf must not be written into.
-        inputs = {name: leaf.clone() for name, leaf in zip(self._names, leaves, strict=True)}
+        inputs = {name: leaf.clone() for name, leaf in zip(self.names(loss), leaves, strict=True)}
         fields = {"labels": batch.labels, **batch.fields}
         terms, metrics, names_read = call_loss(self.model, loss, inputs, fields, docs)
         if not self._is_checked(loss, fields):

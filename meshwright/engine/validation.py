@@ -167,6 +167,8 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
         raise DataError("a batch was packed under torch.inference_mode(), so no step can use it; pack it outside of it")
     # A weight of NaN or infinity would make the divisor of the whole step NaN, and name no position.
     weights = batch.fields.get(WEIGHT)
+    if weights is not None and weights.dim() > 1:
+        raise DataError(f"the field {WEIGHT!r} has shape {tuple(weights.shape)}; give one weight a token")
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
@@ -248,10 +250,53 @@ def check_temperature(temperature: object, scores: Container[str] = ("logprobs",
         )
 
 
+def check_words(loss: Loss, temperature: float, scores: Container[str]) -> None:
+    """Refuse a loss of words for a head without any, or with a temperature of its own next to the engine's."""
+    if not loss.words:
+        return
+    if "logprobs" not in scores:
+        raise ConfigError(f"the loss scores the words of {loss.words!r}, and the head of this model has none")
+    if loss.word_temperature is None:
+        return
+    check_temperature(loss.word_temperature)
+    if temperature != 1:
+        raise ConfigError(
+            f"the engine has temperature={temperature} and the loss word_temperature={loss.word_temperature}, which "
+            "leaves log-probabilities of labels at 1; leave one of them out"
+        )
+
+
+def check_word_ids(batches: Sequence[Batch], words: str, vocab: int) -> None:
+    """Refuse words that are missing or outside of the vocabulary, and a token that has a label and no word: its term
+    would be that of no information, without an error."""
+    for batch in batches if words else ():
+        if words not in batch.fields:
+            raise DataError(f"the batch has no field {words!r}, whose words the loss scores; add it by with_fields")
+        ids_TK = batch.fields[words]
+        if ids_TK.dim() != 2 or ids_TK.dtype not in (torch.int64, torch.int32):
+            raise DataError(f"{words!r} is {ids_TK.dtype} {tuple(ids_TK.shape)}; give whole numbers [tokens, K]")
+        bad_TK = (ids_TK < -1) | (ids_TK >= vocab)
+        if bad_TK.any():
+            token, at = bad_TK.nonzero()[0].tolist()
+            raise DataError(
+                f"word {int(ids_TK[token, at])} of {words!r} at token {token} is outside the vocabulary of {vocab}; "
+                "-1 is no word"
+            )
+        none_T = (ids_TK < 0).all(-1) & batch.is_target_T.to(ids_TK.device)
+        if none_T.any():
+            raise DataError(f"token {int(none_T.nonzero()[0])} has a label, and no word in {words!r}; give one or more")
+
+
 def check_on_nonfinite(value: object) -> None:
     """Refuse an unknown way to treat a step that is not finite."""
     if value not in ON_NONFINITE:
         raise ConfigError(f"on_nonfinite={value!r:.80} is unknown; choose from {', '.join(ON_NONFINITE)}")
+
+
+def check_num_top(k: object, vocab: int) -> None:
+    """Refuse a number of words that a vocabulary does not have."""
+    if type(k) is not int or not 0 < k <= vocab:
+        raise ConfigError(f"k={k!r:.80} must be a whole number from 1 to the {vocab} words of the vocabulary")
 
 
 def check_top_p(top_p: object) -> None:

@@ -7,7 +7,7 @@ A family supplies the layers. Between them each rank of tp x cp holds its own to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..sharding import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
+from ..sharding import ENTER, LEAVE, MEET, OWN, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .hf_config import Labels
 from .router_balance import Balance
 from .vision_tower import Tower, VisionInput
@@ -36,6 +36,14 @@ class Want(NamedTuple):
     score: str
     mtp: bool = False  # the MTP head runs too: in training
     temperature: float = 1.0  # of "logprobs" and "entropy"; the MTP head, which drafts, stays at 1
+    num_top: int = 0  # of "top_words": how many
+    words: str = ""  # next to "logprobs": the field of a batch with words `[T, K]` that are scored too, if any
+    word_temperature: float = 1.0
+    ids_TK: Tensor | None = None  # these words, of a micro-batch
+
+    def of(self, fields: Mapping[str, Tensor]) -> Want:
+        """Return the request for a micro-batch with these fields."""
+        return self._replace(ids_TK=fields[self.words]) if self.words else self
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, bool]]
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores. `[T, V]` logits exist in full only if a caller asks for them."""
 
-    scores = ("logprobs", "entropy", "logits", "target_logits")
+    scores = ("logprobs", "entropy", "logits", "target_logits", "top_words")
 
     def __init__(self, shape: Shape, norm: nn.Module) -> None:
         super().__init__()
@@ -161,7 +169,8 @@ class LanguageHead(nn.Module):
         self.weight = None if shape.tied else own
         self.vocab = Span("vocab", shape.vocab)
         self.enter = Door(ENTER, shape.width)
-        self.meet = Door(MEET, 3, floats=True)
+        self.meet = Door(MEET, 3, floats=True)  # wider where words are scored: no bill has them
+        self.own = Door(OWN, 0)
         self.mtp: MtpHead | None = None
 
     def forward(
@@ -181,6 +190,10 @@ class LanguageHead(nn.Module):
 
     def score(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return what `want` names, from what the final norm returns."""
+        if want.ids_TK is not None:
+            return self.score_words(x_TD, labels_T, want, weight_VD)
+        if want.score == "top_words":
+            return self.top_words(x_TD, want, weight_VD)
         if want.score in ("logprobs", "entropy"):
             entropy = want.score == "entropy"
             logprobs_T, entropy_T = ops.combine_stats(self.stats(x_TD, labels_T, weight_VD, entropy, want.temperature))
@@ -189,6 +202,24 @@ class LanguageHead(nn.Module):
         if want.score == "target_logits":  # before the product: a row is as wide as the vocabulary
             x_TD = x_TD[labels_T >= 0]
         return (ops.upcast(ops.linear(x_TD, weight_VD)),)
+
+    def score_words(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Return what `want` names, and the log-probabilities of its words, 0 where it has none. -> `[T, K]` last"""
+        assert want.ids_TK is not None, "the caller has looked"
+        entropy, num_own, start = want.score == "entropy", len(x_TD), self.vocab.start
+        words = ops.Words(want.ids_TK - start, want.word_temperature)
+        stats_TS = ops.word_stats(self.enter(x_TD), weight_VD, labels_T - start, words, entropy, want.temperature)
+        stats_NTS = self.meet(stats_TS).view(-1, num_own, stats_TS.shape[1])
+        logprobs_T, entropy_T, of_words_TK = ops.combine_word_stats(stats_NTS)
+        of_words_TK = of_words_TK.masked_fill(self.own(want.ids_TK) < 0, 0.0)
+        return (logprobs_T, entropy_T, of_words_TK) if entropy else (logprobs_T, of_words_TK)
+
+    def top_words(self, x_TD: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Return the log-probabilities of the likeliest words, and the words as floating point numbers."""
+        num_own, k = len(x_TD), want.num_top
+        best_TS = ops.top_words(self.enter(x_TD), weight_VD, k, want.temperature)
+        best_TS[:, 1 + k :] += self.vocab.start
+        return ops.combine_top_words(self.meet(best_TS).view(-1, num_own, 1 + 2 * k))
 
     def stats(
         self, x_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, entropy: bool = False, temperature: float = 1.0
@@ -374,6 +405,8 @@ class Decoder(nn.Module):
         predict = None
         if want.mtp:
             predict = partial(self._predict, stream_T, labels_T, rope, docs)
+        if want.ids_TK is not None:
+            want = want._replace(ids_TK=self.share(want.ids_TK))
         return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD, predict))
 
     def _predict(

@@ -7,8 +7,10 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 """
 
 from .classify import Classify
+from .distillation import Distill
 from .objective import Objective
 from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
+from .teacher_scores import TeacherScores, TeacherScoresWriter, weights_fingerprint
 
 # By the name that a run file gives. Without one of them a run predicts the next token.
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -17,6 +19,33 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "simpo": Simpo,
     "reward": Reward,
     "classify": Classify,
+    "distill": Distill,
 }
 
-__all__ = ["OBJECTIVES", "REFERENCE", "Classify", "Dpo", "Objective", "Orpo", "Reward", "Simpo"]
+__all__ = [
+    "OBJECTIVES",
+    "REFERENCE",
+    "Classify",
+    "Distill",
+    "Dpo",
+    "Objective",
+    "Orpo",
+    "Reward",
+    "Simpo",
+    "TeacherScores",
+    "TeacherScoresWriter",
+    "weights_fingerprint",
+]
+    "OBJECTIVES",
+    "REFERENCE",
+    "Classify",
+    "Distill",
+    "Dpo",
+    "Objective",
+    "Orpo",
+    "Reward",
+    "Simpo",
+    "TeacherScores",
+    "TeacherScoresWriter",
+    "weights_fingerprint",
+]

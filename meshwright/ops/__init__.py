@@ -22,7 +22,16 @@ from .fp8_storage import FrozenWeight, Grid, Weight
 from .fp8_tensor import Blocks, Fp8, Quantised
 from .host_memory import to_device
 from .kernels import uncompiled
-from .loss import combine_stats, is_likeliest, token_stats
+from .loss import (
+    Words,
+    combine_stats,
+    combine_top_words,
+    combine_word_stats,
+    is_likeliest,
+    token_stats,
+    top_words,
+    word_stats,
+)
 from .matmul import linear, linears
 from .meta_kernels import planned_for, to_host
 from .ngrams import NgramHash, ngram_rows

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from .kernels import NARROW
 from .kernels.launch import is_dense
@@ -48,6 +49,14 @@ class Kind(NamedTuple):
     temperature: float
 
 
+class Words(NamedTuple):
+    """Words of each token whose logits are asked for: indices in a slice of the vocabulary. Another index, such as -1,
+    is no word of it."""
+
+    ids_TK: Tensor
+    temperature: float = 1.0
+
+
 def token_stats(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
@@ -58,7 +67,36 @@ def token_stats(
     not one of 0..V-1); and minus the entropy of the softmax over these words. With `entropy=False` the third is the
     largest logit instead, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), Kind(entropy, temperature))
+    kind = Kind(entropy, temperature)
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), kind, None)
+
+
+def word_stats(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, words: Words, entropy: bool = False, temperature: float = 1.0
+) -> Tensor:  # fmt: skip
+    """Reduce each token's logits over these V words to the numbers of `token_stats`, and K + 1 more. -> stats_TS
+
+    These are the logsumexp of the logits over the temperature of the words, and the logit of each given word over it, 0
+    where it is not one of 0..V-1. Both temperatures share one product with the weight.
+    """
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, _chunk(x_TD, weight_VD), Kind(entropy, temperature), words)
+
+
+@torch.no_grad()
+def top_words(x_TD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> Tensor:
+    """Reduce each token's logits over the temperature to their logsumexp, the k largest, and the indices of these.
+
+    -> `[T, 1 + 2k]` in at least float32, which holds the indices of up to 16 million words exactly. Of fewer than k
+    words, the rest is -inf and 0.
+    """
+    kind, few = Kind(False, temperature), min(k, len(weight_VD))
+    parts = []
+    for x in x_TD.split(_chunk(x_TD, weight_VD)):
+        logits_TV = _logits(x, weight_VD)
+        best_Tk, index_Tk = logits_TV.topk(few, -1)
+        best_Tk = functional.pad(_tempered(best_Tk, temperature), (0, k - few), value=-torch.inf)
+        parts.append(torch.cat([_logsumexp(logits_TV, kind), best_Tk, functional.pad(index_Tk, (0, k - few))], -1))
+    return torch.cat(parts)
 
 
 def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
@@ -87,6 +125,22 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + neg_entropy_NT)).sum(0)
 
 
+def combine_word_stats(stats_NTS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the stats of `word_stats`. -> (log-probability of the label, entropy, log-probabilities of the words `[T,
+    K]`). Words that are in no slice get -logsumexp, and must be masked."""
+    lse_NT1, logit_NTK = stats_NTS[..., 3:4], stats_NTS[..., 4:]
+    return *combine_stats(stats_NTS[..., :3]), logit_NTK.sum(0) - lse_NT1.logsumexp(0)
+
+
+def combine_top_words(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the results of `top_words` for N slices, with indices in the whole vocabulary. -> (log-probabilities of
+    the likeliest words, their indices), both `[T, k]`."""
+    k = stats_NTS.shape[-1] // 2
+    lse_NT1, best_NTk, index_NTk = stats_NTS.split([1, k, k], -1)
+    best_Tk, at_Tk = best_NTk.transpose(0, 1).flatten(1).topk(k, -1)
+    return best_Tk - lse_NT1.logsumexp(0), index_NTk.transpose(0, 1).flatten(1).gather(-1, at_Tk)
+
+
 def is_likeliest(stats_NT3: Tensor) -> Tensor:
     """Return whether no word has a larger logit than the label of each token, from stats without entropy."""
     _, target_NT, largest_NT = stats_NT3.detach().unbind(-1)
@@ -101,47 +155,58 @@ class _TokenStats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind) -> Tensor:
-        stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=at_least_float32(x_TD))
-        ctx.last, last, ctx.by_kernel = None, (len(x_TD) - 1) // chunk, _has_kernel(x_TD, len(weight_VD))
-        for i, (x, labels, stats) in enumerate(zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True)):
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind, words: Words | None
+    ) -> Tensor:  # fmt: skip
+        ids_TK = labels_T.new_empty(len(labels_T), 0) if words is None else words.ids_TK
+        columns = 3 if words is None else 4 + ids_TK.shape[1]
+        stats_TS = x_TD.new_zeros(x_TD.shape[0], columns, dtype=at_least_float32(x_TD))
+        ctx.by_kernel = words is None and _has_kernel(x_TD, len(weight_VD))
+        ctx.last, last, ctx.keeps_probs = None, (len(x_TD) - 1) // chunk, not kind.entropy and words is None
+        split = (t.split(chunk) for t in (x_TD, labels_T, ids_TK, stats_TS))
+        for i, (x, labels, ids, stats) in enumerate(zip(*split, strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
             if ctx.by_kernel:
                 stats.copy_(_stats_by_kernel(ctx.last, labels, kind))
-            else:
-                stats.copy_(_stats(ctx.last, labels, kind, into_probs=i == last and not kind.entropy))
-        ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
-        ctx.chunk, ctx.kind = chunk, kind
-        return stats_T3
+                continue
+            stats[:, :3].copy_(_stats(ctx.last, labels, kind, into_probs=i == last and ctx.keeps_probs))
+            if words is not None:
+                same = words.temperature == kind.temperature
+                stats[:, 3:].copy_(_word_stats(ctx.last, ids, words.temperature, stats[:, :1] if same else None))
+        ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_TS, ids_TK)
+        ctx.chunk, ctx.kind, ctx.word_temperature = chunk, kind, 1.0 if words is None else words.temperature
+        return stats_TS
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_stats_T3: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_TD, weight_VD, labels_T, stats_T3 = ctx.saved_tensors
+    def backward(ctx: Any, d_stats_TS: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x_TD, weight_VD, labels_T, stats_TS, ids_TK = ctx.saved_tensors
         # Gradients of logits are linear in those of the stats, so the inner derivative of the division goes in here.
-        d_stats_T3 = d_stats_T3 if ctx.kind.temperature == 1 else d_stats_T3 / ctx.kind.temperature
+        d_stats_TS = _over_temperatures(d_stats_TS, ctx.kind.temperature, ctx.word_temperature)
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # Accumulate over chunks in at least float32: bfloat16 would lose the later chunks' small addends.
-        dw_VD = torch.empty_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
+        dw_VD = torch.empty_like(weight_VD, dtype=stats_TS.dtype) if need_weight else None
         cached, ctx.last = ctx.last, None  # it is overwritten below, so a second backward must recompute it
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
             is_first = begin + ctx.chunk >= len(x_TD)
-            are_probs = cached is not None and not ctx.kind.entropy
+            are_probs = cached is not None and ctx.keeps_probs
             d_TV = _logits(x_TD[rows], weight_VD) if cached is None else cached
             cached = None
-            of_rows = (d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.kind)
+            of_rows = (d_TV, stats_TS[rows], d_stats_TS[rows], labels_T[rows])
             if ctx.by_kernel:
-                _overwrite_by_kernel(*of_rows)
+                _overwrite_by_kernel(*of_rows, ctx.kind)
+            elif stats_TS.shape[1] > 3:
+                _overwrite_with_word_gradient(*of_rows, Words(ids_TK[rows], ctx.word_temperature), ctx.kind)
             else:
-                _overwrite_with_gradient(*of_rows, are_probs)
+                _overwrite_with_gradient(*of_rows, ctx.kind, are_probs)
             if dx_TD is not None:
                 dx_TD[rows] = _input_gradient(d_TV, weight_VD, x_TD)
             if dw_VD is not None:
                 _weight_gradient(dw_VD, d_TV, x_TD[rows], add=not is_first)
-        return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None
+        return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None, None
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -223,8 +288,13 @@ def _cast_words(x_TD: Tensor) -> int:
 
 def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
     """Return whether each label is one of these words, and its index or 0, both [T, 1]."""
-    is_local_T = (labels_T >= 0) & (labels_T < num_words)
-    return is_local_T[:, None], labels_T.where(is_local_T, 0)[:, None]
+    return _local_words(labels_T[:, None], num_words)
+
+
+def _local_words(ids_TK: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
+    """Return whether each index is one of these words, and the index or 0, both [T, K]."""
+    is_local_TK = (ids_TK >= 0) & (ids_TK < num_words)
+    return is_local_TK, ids_TK.where(is_local_TK, 0).long()
 
 
 def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -339,3 +409,47 @@ def _logit_gradient(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: boo
     log_p = logits.sub_(lse)
     factor = (log_p - neg_entropy).mul_(d_neg_entropy).add_(d_lse) if entropy else d_lse
     return log_p.exp_().mul_(factor)
+
+
+def _over_temperatures(d_TS: Tensor, temperature: float, of_words: float) -> Tensor:
+    """Divide the gradient of stats by the temperatures of the logits."""
+    return d_TS if temperature == of_words == 1 else torch.cat([d_TS[:, :3] / temperature, d_TS[:, 3:] / of_words], -1)
+
+
+def _logsumexp(logits_TV: Tensor, kind: Kind) -> Tensor:
+    """Return the logsumexp of each row over the temperature. -> `[T, 1]`"""
+    largest_T1, sum_T1, _ = torch.cat(
+        [_row_sums(rows_TV, kind, into_probs=False) for (rows_TV,) in _row_blocks(logits_TV)]
+    ).split(1, dim=-1)
+    return largest_T1 + sum_T1.log()
+
+
+def _word_stats(logits_TV: Tensor, ids_TK: Tensor, temperature: float, lse_T1: Tensor | None) -> Tensor:
+    """Return the logsumexp, if it is not known, and the logits of given words, over the temperature."""
+    is_local_TK, index_TK = _local_words(ids_TK, logits_TV.shape[1])
+    logit_TK = _tempered(logits_TV.gather(-1, index_TK), temperature).masked_fill(~is_local_TK, 0.0)
+    lse_T1 = _logsumexp(logits_TV, Kind(False, temperature)) if lse_T1 is None else lse_T1
+    return torch.cat([lse_T1, logit_TK], dim=-1)
+
+
+def _overwrite_with_word_gradient(
+    block_TV: Tensor, stats_TS: Tensor, d_TS: Tensor, labels_T: Tensor, words: Words, kind: Kind
+) -> None:
+    """Overwrite logits with their gradient: a softmax for each temperature, and addends at the label and at the words.
+
+    They are summed before they are rounded to the dtype of the block. A word may be the label, or come twice.
+    """
+    for rows_TV, stats, d_stats, labels, ids in _row_blocks(block_TV, stats_TS, d_TS, labels_T[:, None], words.ids_TK):
+        d_own, d_lse_T1, d_words = d_stats[:, :3].clone(), d_stats[:, 3:4], d_stats[:, 4:]
+        of_words = None
+        if words.temperature == kind.temperature:
+            d_own[:, :1] += d_lse_T1
+        else:
+            of_words = (_tempered(rows_TV, words.temperature) - stats[:, 3:4]).exp_().mul_(d_lse_T1)
+        few = _logit_gradient(_tempered(rows_TV, kind.temperature), stats[:, :3], d_own, kind.entropy)
+        if of_words is not None:
+            few += of_words
+        for given_TK, d_TK in ((labels, d_own[:, 1:2]), (ids, d_words)):
+            is_local_TK, index_TK = _local_words(given_TK, rows_TV.shape[1])
+            few.scatter_add_(-1, index_TK, d_TK.masked_fill(~is_local_TK, 0.0))
+        rows_TV.copy_(few)

@@ -148,7 +148,8 @@ class _Passes:
         self._count(batch, number)
         with self._deferring_weight_grads(step):
             vision = None if number else self._vision[step.batch]
-            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD, vision)
+            want = self.want.of(batch.fields)
+            out = self.parts[number](batch.tokens, batch.labels, batch.docs, want, x_TD, vision)
         if number == self.model.line.last:
             return tuple(out)
         (y_TD,) = out

@@ -162,6 +162,17 @@ def token_stats(x, weight, labels):
     return torch.stack([logits.exp().sum(-1).log(), torch.stack(target), minus_entropy], dim=-1)
 
 
+def word_stats(x, weight, labels, ids, temperature, word_temperature):
+    """The numbers of `token_stats`, the logsumexp at the temperature of the words, and the logit of each word."""
+    logits = x @ weight.T / word_temperature
+    of_words = [
+        torch.stack([row[i] if 0 <= i < len(weight) else row[0] * 0 for i in own])
+        for row, own in zip(logits, ids, strict=True)
+    ]
+    lse = logits.exp().sum(-1, keepdim=True).log()
+    return torch.cat([token_stats(x, weight / temperature, labels), lse, torch.stack(of_words)], dim=-1)
+
+
 # What 8 bits (E4M3) can be: a sign, four bits of exponent and three of fraction; no infinities, and zero twice.
 _FP8 = sorted(
     {k / 8 * 2.0**-6 for k in range(8)} | {(1 + k / 8) * 2.0**e for e in range(-6, 9) for k in range(8)} - {480.0}

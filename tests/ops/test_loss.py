@@ -3,11 +3,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import combine_stats, loss, matmul, meta_kernels, token_stats
+from meshwright.ops import (
+    Words,
+    combine_stats,
+    combine_top_words,
+    combine_word_stats,
+    loss,
+    matmul,
+    meta_kernels,
+    token_stats,
+    top_words,
+    word_stats,
+)
 from tests.ops import references
 from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
 LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of 7 words, some outside
+# Words of each token: one twice, the label of most, none of the slice.
+IDS = torch.stack([torch.arange(11) % 7, LABELS, torch.arange(11) % 7, torch.tensor(-1).expand(11)], 1)
 
 
 @quick
@@ -62,6 +75,70 @@ def test_logits_over_a_temperature(entropy, temperature):
     )
     largest = token_stats(*pair, LABELS, 4, False, temperature)[:, 2]
     assert torch.equal(largest, (pair[0] @ pair[1].T / temperature).amax(1))
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize(("temperature", "of_words"), [(1.0, 1.0), (1.0, 2.0), (0.7, 0.7), (2.0, 0.5)])
+def test_given_words(monkeypatch, entropy, temperature, of_words):
+    """In chunks of 4 tokens, of which 2 rows are widened at a time."""
+    monkeypatch.setattr(loss, "CHUNK", 4)
+    monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)
+    columns = [n for n in range(8) if entropy or n != 2]
+    compare(
+        lambda x, w: word_stats(x, w, LABELS, Words(IDS, of_words), entropy, temperature)[:, columns],
+        lambda x, w: references.word_stats(x, w, LABELS, IDS, temperature, of_words)[:, columns],
+        [rand(11, 4), rand(7, 4, seed=1)],
+    )
+    largest = word_stats(rand(11, 4), rand(7, 4, seed=1), LABELS, Words(IDS, of_words), False, temperature)[:, 2]
+    assert torch.allclose(largest, (rand(11, 4) @ rand(7, 4, seed=1).T / temperature).amax(1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
+def test_given_words_of_slices(monkeypatch, cuts):
+    monkeypatch.setattr(loss, "CHUNK", 4)
+    starts, labels = [sum(cuts[:i]) for i in range(len(cuts))], LABELS % 7
+
+    def ours(x, weight):
+        parts = zip(weight.split(cuts), starts, strict=True)
+        stats = [word_stats(x, part, labels - start, Words(IDS - start, 2.0)) for part, start in parts]
+        logprobs, _, of_words = combine_word_stats(torch.stack(stats))
+        return torch.cat([logprobs[:, None], of_words.masked_fill((IDS < 0) | (IDS > 6), 0.0)], 1)
+
+    def reference(x, weight):
+        logs = (x @ weight.T / 2.0).log_softmax(-1).gather(1, IDS.clamp(0, 6))
+        logprobs = (x @ weight.T).log_softmax(-1).gather(1, labels[:, None])
+        return torch.cat([logprobs, logs.masked_fill((IDS < 0) | (IDS > 6), 0.0)], 1)
+
+    compare(ours, reference, [rand(11, 4), rand(7, 4, seed=1)])
+
+
+@pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
+def test_likeliest_words_of_slices(monkeypatch, cuts):
+    """A slice may have fewer words than are asked for."""
+    monkeypatch.setattr(loss, "CHUNK", 4)
+    x, weight = rand(11, 4, grad=False), rand(7, 4, seed=1, grad=False)
+    stats = torch.stack([top_words(x, part, 4, 0.7) for part in weight.split(cuts)])
+    for number, start in enumerate(sum(cuts[:i]) for i in range(len(cuts))):
+        stats[number, :, 5:] += start
+    logprobs, ids = combine_top_words(stats)
+    best = (x @ weight.T / 0.7).log_softmax(-1).topk(4, -1)
+    assert torch.equal(ids.long(), best.indices)
+    assert torch.allclose(logprobs, best.values, rtol=1e-12)
+
+
+@pytest.mark.parametrize("of_words", [1.0, 2.0])
+def test_gradients_of_given_words_are_rounded_once(monkeypatch, of_words):
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)
+
+    def ours(x, w):
+        logprobs, _, given = combine_word_stats(word_stats(x, w, LABELS % 7, Words(IDS % 7, of_words))[None])
+        return logprobs.double() + given.double().square().sum(-1)
+
+    inputs = [rand(11, 4, grad=False).bfloat16().requires_grad_(), rand(7, 4, seed=1, grad=False).requires_grad_()]
+    made = differentiate(ours, inputs)
+    exact = differentiate(ours, [each.detach().bfloat16().double().requires_grad_() for each in inputs])
+    for got, wanted in zip(made, exact, strict=True):
+        assert (got.double() - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

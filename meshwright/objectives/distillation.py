@@ -1,0 +1,145 @@
+"""Distillation: a student learns the distribution of a teacher over the teacher's K likeliest words of each token.
+
+The teacher is a second model on the same mesh (`Distill.ask`), or its scores come from files (`TeacherScores`). Terms
+are per token, so packing, micro-batches and the mesh change nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..engine import Loss, Model, top_logprobs
+from ..errors import ConfigError, DataError
+from ..recipe import option
+from .checks import check_number
+
+IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"  # the fields `[T, K]` of a batch
+KINDS, REST = ("forward", "reverse"), ("bucket", "renormalise")
+# Vocabularies of one tokenizer differ by rows of padding, as those of Qwen2.5 0.5B and 7B do: by 128.
+_PADDING_ROWS = 1 << 10
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Distillation (arXiv 1503.02531): `alpha * temperature**2 * KL + (1 - alpha) * cross-entropy`, a mean over tokens.
+
+    The KL divergence is that of student and teacher at the temperature, the cross-entropy that of the labels at 1. The
+    gradient of the KL shrinks with the square of the temperature, which the factor makes up for.
+    """
+
+    head: ClassVar[str] = "lm"
+    rows: ClassVar[str] = "documents"
+
+    temperature: float = option(1.0, "What the logits of teacher and student are divided by for the KL divergence.")
+    kind: str = option(
+        "forward", 'The direction of the KL divergence: "forward" weighs words by the teacher and covers all that it '
+        'does, "reverse" weighs them by the student, which keeps to what the teacher finds likely.', choices=KINDS,
+    )  # fmt: skip
+    alpha: float = option(0.5, "The share of the KL divergence in the loss; cross-entropy has the rest.")
+    top_k: int = option(64, "How many of the teacher's likeliest words count, K.")
+    rest: str = option(
+        "bucket", 'What becomes of all other words: "bucket" compares their whole probability as one more word, '
+        '"renormalise" leaves them out and compares the shares of the K words among themselves.', choices=REST,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_number("distill.temperature", self.temperature, above=True)
+        check_number("distill.alpha", self.alpha, above=True)
+        if self.alpha > 1:
+            raise ConfigError(f"distill.alpha={self.alpha!r} must be above 0 and at most 1")
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise ConfigError(f"distill.top_k={self.top_k!r} must be a whole number above 0")
+        for name, value, known in (("kind", self.kind, KINDS), ("rest", self.rest, REST)):
+            if value not in known:
+                raise ConfigError(f"distill.{name}={value!r} is unknown; choose from {', '.join(known)}")
+        if self.rest == "renormalise" and self.top_k == 1:
+            raise ConfigError("distill.top_k=1 leaves one word with the share 1, and nothing to learn; give top_k=2")
+
+    @property
+    def loss(self) -> Loss:
+        """Return the loss for an engine, whose own temperature stays 1."""
+        metrics = ("kl", "cross_entropy", "agreement")
+        return Loss(self, metrics=metrics, words=IDS, word_temperature=self.temperature)
+
+    def ask(self, teacher: Model, batches: Sequence[Batch], student: Model) -> list[Batch]:
+        """Return the batches with the fields that the loss reads: the teacher's likeliest words, and their
+        log-probabilities at the temperature. All ranks call it.
+
+        A word that the student does not have, such as a row of padding, becomes -1: its probability counts as that of
+        the other words.
+        """
+        check_vocabularies(teacher, student)
+        vocab = student.blueprint.vocab
+        scored = top_logprobs(teacher, batches, self.top_k, temperature=self.temperature)
+        return [
+            batch.with_fields(
+                **{IDS: top["ids"].masked_fill(top["ids"] >= vocab, -1), LOGPROBS: top["logprobs"]}
+            )
+            for batch, top in zip(batches, scored, strict=True)
+        ]  # fmt: skip
+
+    def __call__(self, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Result:
+        if LOGPROBS not in fields:
+            raise DataError(
+                f"the batch has no field {LOGPROBS!r}, the teacher's log-probabilities of {IDS!r}; Distill.ask adds "
+                "both, and TeacherScores reads them from files"
+            )
+        student_TK, is_word_TK = scores["word_logprobs"], fields[IDS] >= 0
+        teacher_TK = fields[LOGPROBS].to(student_TK.dtype)
+        kl_T = divergence(teacher_TK, student_TK, is_word_TK, kind=self.kind, rest=self.rest)
+        cross_entropy_T = -scores["logprobs"]
+        terms_T = self.alpha * self.temperature**2 * kl_T
+        if self.alpha < 1:
+            terms_T = terms_T + (1 - self.alpha) * cross_entropy_T
+        likeliest = [each.masked_fill(~is_word_TK, -math.inf).argmax(-1) for each in (teacher_TK, student_TK)]
+        agreement_T = (likeliest[0] == likeliest[1]).to(kl_T.dtype)
+        return terms_T, {"kl": kl_T, "cross_entropy": cross_entropy_T, "agreement": agreement_T}
+
+
+def divergence(
+    teacher_TK: Tensor, student_TK: Tensor, is_word_TK: Tensor, *, kind: str = "forward", rest: str = "bucket"
+) -> Tensor:
+    """Return the KL divergence of two distributions over K words of each token, from their log-probabilities. -> `[T]`
+
+    `is_word_TK`: which of the K are words. `kind` and `rest`: as in `Distill`.
+    """
+    logs = [each.masked_fill(~is_word_TK, 0.0) for each in (teacher_TK, student_TK)]
+    totals = [each.masked_fill(~is_word_TK, -math.inf).logsumexp(-1, keepdim=True) for each in logs]
+    if rest == "renormalise":
+        logs = [each - total for each, total in zip(logs, totals, strict=True)]
+    else:
+        logs = [torch.cat([each, _log_rest(total)], -1) for each, total in zip(logs, totals, strict=True)]
+        is_word_TK = torch.cat([is_word_TK, is_word_TK.new_ones(len(is_word_TK), 1)], -1)
+    teacher, student = logs
+    weight, distance = (teacher, teacher - student) if kind == "forward" else (student, student - teacher)
+    return (weight.exp() * distance).masked_fill(~is_word_TK, 0.0).sum(-1)
+
+
+def _log_rest(log_total: Tensor) -> Tensor:
+    """Return log(1 - exp(log_total)), the log-probability of all other words.
+
+    `expm1` keeps digits where the total is near 1, `log1p` where it is small. A total that rounds to 1 or above, as of
+    stored float16, has the rest that the dtype can still resolve, and no gradient.
+    """
+    limit = -torch.finfo(log_total.dtype).eps
+    log_total = log_total.clamp(max=limit)
+    is_near_1 = log_total > -math.log(2)
+    # Both branches get values that they can take: the gradient of the other one would be 0 * inf.
+    near = (-torch.expm1(log_total.where(is_near_1, limit))).log()
+    return near.where(is_near_1, torch.log1p(-log_total.masked_fill(is_near_1, -math.inf).exp()))
+
+
+def check_vocabularies(teacher: Model, student: Model) -> None:
+    """Refuse a teacher of another vocabulary. Sizes may differ by rows of padding."""
+    sizes = teacher.blueprint.vocab, student.blueprint.vocab
+    if abs(sizes[0] - sizes[1]) > _PADDING_ROWS:
+        raise ConfigError(
+            f"the teacher has {sizes[0]:,} words and the student {sizes[1]:,}: not those of one tokenizer; take a "
+            "teacher with the tokenizer of the student"
+        )

@@ -1,0 +1,222 @@
+"""Files with a teacher's likeliest words: scored once, read in every epoch and every run, without the teacher.
+
+A directory holds `teacher.json`, which says whose scores these are, and files of safetensors. A document has two
+tensors, named by the checksum of its tokens: `KEY.ids`, int32 `[tokens, K]`, the likeliest word first, and
+`KEY.logprobs`, float32 or float16 `[tokens, K]`, at the temperature of `teacher.json`. Row t is what the teacher
+predicts at token t. docs/distillation.md has the format for other programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..data import Batch
+from ..engine import Model, top_logprobs
+from ..errors import BrokenFile, ConfigError, DataError
+from ..ops.part_sizes import part_size
+from ..weights import read_header, read_json
+from .distillation import IDS, LOGPROBS, Distill
+
+ABOUT = "teacher.json"
+FORMAT = 1
+_IDS, _LOGPROBS = ".ids", ".logprobs"
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_FILE_BYTES = part_size(__name__, "_FILE_BYTES", 256 << 20, small=1500)  # after which a writer begins another file
+
+
+def document_key(tokens: Tensor) -> str:
+    """Return the key of a document: xxh3, 128 bits, in hex, of its tokens as little-endian int32."""
+    return xxhash.xxh3_128_hexdigest(tokens.cpu().to(torch.int32).contiguous().numpy().astype("<i4").tobytes())
+
+
+def weights_fingerprint(directory: Path | str) -> str:
+    """Return a checksum of the weights of a Hugging Face directory: of config.json and of all safetensors files."""
+    path, digest = Path(directory), xxhash.xxh3_128()
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise DataError(f"{path} holds no safetensors files; give the directory of the teacher")
+    for file in (path / "config.json", *files):
+        digest.update(file.name.encode())
+        with file.open("rb") as opened:
+            while part := opened.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+class TeacherScoresWriter:
+    """Writes the scores of a teacher. One rank of each data rank writes; all ranks call it.
+
+    >>> with TeacherScoresWriter(directory, objective, model, teacher=weights_fingerprint(path)) as writer:
+    ...     writer.score(batches)                                   # doctest: +SKIP
+
+    It goes on in a directory that has scores of the same teacher, temperature and K, and skips documents that it has.
+    """
+
+    def __init__(
+        self, directory: Path | str, objective: Distill, model: Model, *, teacher: str, dtype: str = "float32"
+    ) -> None:  # fmt: skip
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is unknown; choose from {', '.join(_DTYPES)}")
+        self.directory, self.objective, self.dtype = Path(directory), objective, dtype
+        self.model, self.mesh = model, model.mesh
+        self._about = {
+            "format": FORMAT, "teacher": teacher, "temperature": float(objective.temperature),
+            "top_k": objective.top_k, "dtype": dtype,
+        }  # fmt: skip
+        self._tensors, self._num_bytes = dict[str, Tensor](), 0
+        self._known = self.mesh.together(self._begin, "the start of teacher scores", DataError, "nothing was scored: ")
+
+    def _begin(self) -> set[str]:
+        """Write what the directory is about, on rank 0. Return the documents that it already has."""
+        file = self.directory / ABOUT
+        if file.is_file():
+            _check_same(file, read_json(file), self._about)
+        elif self.mesh.rank == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _write(file, json.dumps(self._about, indent=2).encode() + b"\n")
+        return {*_index(self.directory)}
+
+    @property
+    def _writes(self) -> bool:
+        return not any(self.mesh.coords[axis] for axis in ("cp", "tp", "pp"))
+
+    def score(self, batches: Sequence[Batch]) -> None:
+        """Ask the teacher, and keep what it says of each document."""
+        scored = top_logprobs(self.model, batches, self.objective.top_k, temperature=self.objective.temperature)
+        for batch, top in zip(batches, scored, strict=True):
+            _refuse_pictures(batch)
+            if self._writes:
+                self._add(batch, top)
+
+    def _add(self, batch: Batch, top: Mapping[str, Tensor]) -> None:
+        of_documents = (batch.split(x.cpu()) for x in (batch.tokens, top["ids"], top["logprobs"]))
+        for tokens, ids, logprobs in zip(*of_documents, strict=True):
+            key = document_key(tokens)
+            if key not in self._known:
+                self._known.add(key)
+                self._tensors[key + _IDS] = ids.to(torch.int32).contiguous()
+                self._tensors[key + _LOGPROBS] = logprobs.to(_DTYPES[self.dtype]).contiguous()
+                self._num_bytes += self._tensors[key + _IDS].nbytes + self._tensors[key + _LOGPROBS].nbytes
+                if self._num_bytes >= _FILE_BYTES:
+                    self._flush()
+
+    def _flush(self) -> None:
+        """Write a file. It appears under its name when it is whole."""
+        if not self._tensors:
+            return
+        prefix = f"scores-{self.mesh.data_rank:05d}-"
+        number = len([*self.directory.glob(f"{prefix}*.safetensors")])
+        file = self.directory / f"{prefix}{number:05d}.safetensors"
+        temporary = file.with_suffix(".part")
+        save_file(self._tensors, temporary)
+        os.replace(temporary, file)
+        self._tensors, self._num_bytes = {}, 0
+
+    def close(self) -> None:
+        """Write what remains, and return when all ranks have."""
+        self.mesh.together(self._flush, "the end of teacher scores", DataError, "scores were not written: ")
+
+    def __enter__(self) -> TeacherScoresWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an error other ranks may not come
+            self.close()
+
+
+class TeacherScores:
+    """Reads the scores of a teacher from a directory, for the batches of a run.
+
+    `teacher`: refuse scores of other weights; by default any. An objective may take fewer words than were stored.
+    """
+
+    def __init__(self, directory: Path | str, objective: Distill, *, teacher: str = "") -> None:
+        self.directory, self.objective = Path(directory), objective
+        file = self.directory / ABOUT
+        if not file.is_file():
+            raise DataError(f"{file} is not there, so {self.directory} holds no scores of a teacher; write them first")
+        self.about = read_json(file)
+        wanted = {"format": FORMAT, "temperature": float(objective.temperature)}
+        _check_same(file, self.about, {**wanted, "teacher": teacher} if teacher else wanted)
+        if self.about.get("top_k", 0) < objective.top_k:
+            raise ConfigError(
+                f"{file} has top_k={self.about.get('top_k')}, and the objective top_k={objective.top_k}; take as many, "
+                "or score again with more"
+            )
+        self._file_of = _index(self.directory)
+        self._opened = dict[str, Any]()
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self._file_of)
+
+    def document(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the words of each token of a document, and their log-probabilities. -> `[tokens, K]` each"""
+        key, k = document_key(tokens), self.objective.top_k
+        if key not in self._file_of:
+            raise DataError(
+                f"{self.directory} has no scores of a document of {len(tokens)} tokens ({tokens[:8].tolist()} ...); "
+                "score it too, with the same tokenizer, template and length of documents"
+            )
+        name = self._file_of[key]
+        if name not in self._opened:
+            self._opened[name] = safe_open(self.directory / name, "pt")
+        ids, logprobs = (self._opened[name].get_tensor(key + each) for each in (_IDS, _LOGPROBS))
+        if len(ids) != len(tokens) or ids.shape != logprobs.shape:
+            shapes = [*ids.shape], [*logprobs.shape]
+            raise BrokenFile(f"{self.directory / name} has {shapes} for {len(tokens)} tokens; score them again")
+        return ids[:, :k], logprobs[:, :k].float()
+
+    def add_to(self, batch: Batch, vocab: int) -> Batch:
+        """Return a batch with the fields that `Distill.loss` reads. `vocab`: of the student; other words become -1."""
+        _refuse_pictures(batch)
+        if not batch.num_documents:
+            none = torch.full((len(batch), self.objective.top_k), -1, device=batch.tokens.device)
+            return batch.with_fields(**{IDS: none, LOGPROBS: torch.zeros_like(none, dtype=torch.float32)})
+        parts = [self.document(tokens) for tokens in batch.split(batch.tokens)]
+        ids_TK, logprobs_TK = (batch.join([each[i] for each in parts]).to(batch.tokens.device) for i in (0, 1))
+        return batch.with_fields(**{IDS: ids_TK.masked_fill(ids_TK >= vocab, -1), LOGPROBS: logprobs_TK})
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Return the file of each document."""
+    index: dict[str, str] = {}
+    for file in sorted(directory.glob("scores-*.safetensors")):
+        for entry in read_header(file)[0]:
+            if entry.key.endswith(_IDS):
+                index[entry.key.removesuffix(_IDS)] = file.name
+    return index
+
+
+def _check_same(file: Path, about: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """Refuse scores that were made in another way."""
+    for name, value in wanted.items():
+        if about.get(name) != value:
+            raise ConfigError(
+                f"{file} says {name}={about.get(name)!r}, and {value!r} is wanted; choose another directory, or score "
+                "again"
+            )
+
+
+def _refuse_pictures(batch: Batch) -> None:
+    """Refuse a batch with pictures: the key of a document holds its tokens alone."""
+    if batch.frames:
+        raise DataError("scores of a teacher are stored by tokens, which do not hold pictures; ask the teacher in each "
+                        "step instead (Distill.ask)")  # fmt: skip
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that appears when it is whole."""
+    temporary = file.with_suffix(".part")
+    temporary.write_bytes(content)
+    os.replace(temporary, file)
