@@ -53,6 +53,7 @@ from .optimizer_state import StateDict, state_layout
 from .router import Router, refuse_pooled
 from .sleep import OPTIMIZER, WEIGHTS, put_to_sleep, wake_up
 from .step_results import Results, StepRecord, loss_sum, norms_if_applied, results_of
+from .step_rows import fields_of_step
 from .validation import (
     check_complete,
     check_engine,
@@ -230,6 +231,7 @@ class Engine:
             return loss, torch.cat([shares, self._metrics_M / step.weight])
 
         local, want = self._local_batches(batches, step), Want(self.want, self.mtp is not None, float(self.temperature))
+        self._terms.begin(Loss.of(self.loss), batches, local, float(self.temperature))
         shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
@@ -290,11 +292,16 @@ class Engine:
         """Return the loss over all data ranks, without the router's aux loss. Change nothing."""
         doing(f"evaluation before step {self.steps}")
         step = self._agree(EVALUATE, batches)
+        local = self._local_batches(batches, step)
+        of_step = self._terms.begin(Loss.of(self.loss), batches, local, float(self.temperature), grad=False)
         term = lambda batch, scores: self._share(batch, scores, step).detach().double()  # noqa: E731 - short
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
         # A pipeline stage without the head has no terms: its share stays 0.
         want = Want(self.want, temperature=float(self.temperature))
-        shares[0] = sum(parallel.run_forward(self.model, self._local_batches(batches, step), want, term))
+        if of_step is not None:
+            shares[0] = of_step.value / step.weight
+        else:
+            shares[0] = sum(parallel.run_forward(self.model, local, want, term))
         return self._reduced_shares(shares)[0]
 
     def sleep(self, *, weights: bool = True, optimizer: bool = True) -> int:
@@ -418,13 +425,15 @@ class Engine:
             check_temperature(self.temperature, self.model.blueprint.scores)
             check_on_nonfinite(self.on_nonfinite)
             if call == EVALUATE:
-                return Proposal(data_of(self.model, batches, self.want, per), settings=self._settings())
+                data = data_of(self.model, batches, self.want, per)
+                return Proposal(data, settings={**self._settings(), **fields_of_step(loss, batches)})
             check_ready(self.model, self.trained)
             check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             options = self.optimizer.options
-            settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
             data = data_of(self.model, batches, self.want, per)
+            settings = {**self._settings(), **fields_of_step(loss, batches)}
+            settings |= {"optimizer": type(options).__name__, **asdict(options)}
             return Proposal(data, lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None

@@ -6,6 +6,7 @@ An objective also says which head it trains and what its rows are, which `meshwr
 pairs, documents or a whole step, so no number depends on the mesh, on packing or on micro-batches.
 """
 
+from .embedding import Embedding, last_token_labels
 from .pairs import Dpo, Orpo, Reward, Simpo
 
-__all__ = ["Dpo", "Orpo", "Reward", "Simpo"]
+__all__ = ["Dpo", "Embedding", "Orpo", "Reward", "Simpo", "last_token_labels"]
