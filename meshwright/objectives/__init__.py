@@ -7,6 +7,7 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 """
 
 from .embedding import Embedding, last_token_labels
+from .embedding_files import add_embedding_files
 from .pairs import Dpo, Orpo, Reward, Simpo
 
-__all__ = ["Dpo", "Embedding", "Orpo", "Reward", "Simpo", "last_token_labels"]
+__all__ = ["Dpo", "Embedding", "Orpo", "Reward", "Simpo", "add_embedding_files", "last_token_labels"]
