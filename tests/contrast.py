@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,12 @@ SIZES = [size for group in GROUPS for size in group]
 NUMBERS = [number for number, group in enumerate(GROUPS) for _ in group]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A loss, and how many groups of the step go to each micro-batch of each data rank."""
-
-    objective: Embedding
-    length: int  # of a batch: a longer one has more groups
-
-
+# name -> the objective, and the tokens of a batch: one batch on all ranks, so that all data ranks but one have padding
+# alone; two; a batch for each group.
 CASES = {
-    "one batch": Case(Embedding(), 130),
-    "few batches": Case(Embedding(temperature=0.1, dims=(36, 20, 7), symmetric=True), 72),
-    "a group a batch": Case(Embedding(temperature=0.2, false_negative_margin=0.05), 36),
+    "one batch": (Embedding(), 136),
+    "two batches": (Embedding(temperature=0.1, dims=(36, 20, 7), symmetric=True, false_negative_margin=0.1), 72),
+    "a batch for each group": (Embedding(temperature=0.2, false_negative_margin=0.05), 36),
 }
 
 
@@ -44,37 +37,59 @@ def batches(mesh: mw.Mesh, length: int) -> list[mw.Batch]:
 
 def by_hand(objective: Embedding, last: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     """The loss and the metrics of a step, from the last hidden state of each document: the formula in loops."""
+    dims = objective.dims or (len(last[0]),)  # the widest is first
+    each = [_of_prefix(objective, [x[:dim] for x in last]) for dim in dims]
+    metrics = {name: sum(row[name] for row in each[0][1]) / len(GROUPS) for name in each[0][1][0]}
+    terms = [term for terms, _ in each for term in terms]
+    return torch.stack(terms).mean(), metrics
+
+
+def _of_prefix(objective: Embedding, last: list[Tensor]) -> tuple[list[Tensor], list[dict[str, float]]]:
     starts = [sum(map(len, GROUPS[:number])) for number in range(len(GROUPS))]
-    terms: list[Tensor] = []
-    metrics: dict[str, list[float]] = {"accuracy": [], "positive_cosine": [], "negative_cosine": []}
-    for dim in objective.dims or (len(last[0]),):
-        units = [x[:dim] / x[:dim].square().sum().sqrt() for x in last]
-        candidates = [n for n in range(len(last)) if n not in starts]
-        for start in starts:
-            own = start + 1
-            cosine = {n: (units[start] * units[n]).sum() for n in candidates}
-            others = [n for n in candidates if n != own]
-            kept = [n for n in others if cosine[n] <= cosine[own] + objective.false_negative_margin]
-            term = _of(cosine[own], [cosine[n] for n in kept], objective.temperature)
-            if objective.symmetric:
-                back = [(units[query] * units[own]).sum() for query in starts if query != start]
-                term = (term + _of(cosine[own], back, objective.temperature)) / 2
-            terms.append(term)
-            if dim == max(objective.dims or (dim,)):
-                nearest = max(float(cosine[n]) for n in others)
-                metrics["accuracy"].append(float(cosine[own] > nearest))
-                metrics["positive_cosine"].append(float(cosine[own]))
-                metrics["negative_cosine"].append(nearest)
-    return sum(terms) / len(terms), {k: sum(x) / len(x) for k, x in metrics.items()}  # type: ignore[return-value] # of tensors
+    units = [x / x.square().sum().sqrt() for x in last]
+    terms, metrics = list[Tensor](), list[dict[str, float]]()
+    for start in starts:
+        cosine = {n: (units[start] * units[n]).sum() for n in range(len(units)) if n not in starts}
+        own = cosine.pop(start + 1)
+        kept = [x for x in cosine.values() if x <= own + objective.false_negative_margin]
+        term = _of(own, kept, objective.temperature)
+        if objective.symmetric:
+            back = [(units[query] * units[start + 1]).sum() for query in starts if query != start]
+            kept = [x for x in back if x <= own + objective.false_negative_margin]
+            term = (term + _of(own, kept, objective.temperature)) / 2
+        terms.append(term)
+        nearest = max(float(x.detach()) for x in cosine.values())
+        positive = float(own.detach())
+        metrics.append({
+            "accuracy": float(positive > nearest), "positive_cosine": positive, "negative_cosine": nearest
+        })  # fmt: skip
+    return terms, metrics
 
 
 def _of(positive: Tensor, others: list[Tensor], temperature: float) -> Tensor:
-    total = (positive / temperature).exp()
-    for other in others:
-        total = total + (other / temperature).exp()
+    total = sum([(other / temperature).exp() for other in others], (positive / temperature).exp())
     return -((positive / temperature).exp() / total).log()
 
 
-def last_states(scores: Any, docs: Any) -> list[Tensor]:
-    """The last hidden state of each document of a micro-batch, in the order of `documents`."""
-    return [rows[-1] for rows in docs.split(scores["hidden"])]
+# A loss of a language model: several tokens with a label, one document without any, fields, advantages of a whole step.
+def whitened(scores: Any, fields: Any, docs: Any) -> Any:
+    advantage = fields["advantage"]
+    white = (advantage - advantage.mean()) / advantage.std()
+    terms = -(scores["logprobs"] * white) - 0.01 * scores["entropy"]
+    return docs.group_mean(docs.mean(terms)), {"num_targets": docs.group_sum(docs.num_targets_D)}
+
+
+def whitened_by_hand(scores: Any, fields: Any, sizes: list[int], groups: list[int]) -> tuple[Tensor, dict[str, float]]:
+    """The same from all tokens of all documents one after the other."""
+    parts = {key: x.split(sizes) for key, x in {**scores, **fields}.items()}
+    labelled = [x != -100 for x in parts["labels"]]
+    chosen = torch.cat([x[mask] for x, mask in zip(parts["advantage"], labelled, strict=True)])
+    of_groups: dict[int, list[Tensor]] = {}
+    counts: dict[int, float] = {}
+    for n, (mask, group) in enumerate(zip(labelled, groups, strict=True)):
+        white = (parts["advantage"][n][mask] - chosen.mean()) / chosen.std()
+        terms = -parts["logprobs"][n][mask] * white - 0.01 * parts["entropy"][n][mask]
+        of_groups.setdefault(group, []).append(terms.mean() if mask.any() else terms.sum())
+        counts[group] = counts.get(group, 0.0) + float(mask.sum())
+    loss = torch.stack([torch.stack(terms).mean() for terms in of_groups.values()]).mean()
+    return loss, {"num_targets": sum(counts.values()) / len(counts)}

@@ -9,15 +9,18 @@ larger mesh alone changes no number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
+from torch.utils.checkpoint import checkpoint
 
 from ..data import IGNORE
 from ..engine import Loss
 from ..errors import ConfigError, DataError
+from ..ops.part_sizes import part_size
 from ..recipe import option
 from .checks import check_number
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from ..engine import LossDocuments
 
 KEEP_ALL = 2.0  # no two cosines differ by more
+_ANCHORS = part_size(__name__, "_ANCHORS", 1024, small=2)
 
 
 def last_token_labels(documents: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -84,24 +88,49 @@ class Embedding:
         dims = self.dims or (hidden_ND.shape[1],)
         if max(dims) > hidden_ND.shape[1]:
             raise ConfigError(
-                f"embedding.dims={self.dims} is more than the {hidden_ND.shape[1]} numbers of an embedding of this model"
+                f"embedding.dims={self.dims} is more than the {hidden_ND.shape[1]} numbers of the model's embeddings"
             )
-        cosines = {dim: _cosines(hidden_ND[:, :dim], roles) for dim in dims}
-        terms_G = torch.stack([self._terms(cosines_GC, roles) for cosines_GC in cosines.values()]).mean(0)
-        return terms_G, _metrics(cosines[max(dims)].detach(), roles)
+        results = {dim: self._of_prefix(normalize(hidden_ND[:, :dim], dim=-1), roles) for dim in dims}
+        terms_G = torch.stack([terms_G for terms_G, _ in results.values()]).mean(0)
+        return terms_G, results[max(dims)][1]
 
-    def _terms(self, cosines_GC: Tensor, roles: _Roles) -> Tensor:
-        """Return the cross-entropy of each query, from its cosines with all candidates."""
-        own_G = roles.own_G
-        positive_G = cosines_GC.gather(1, own_G[:, None])
-        is_false_GC = (cosines_GC > positive_G + self.false_negative_margin).detach()
-        logits_GC = (cosines_GC / self.temperature).masked_fill(is_false_GC, -torch.inf)
+    def _of_prefix(self, unit_ND: Tensor, roles: _Roles) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the terms and the metrics of one prefix of the embeddings."""
+        queries_GD, candidates_CD = unit_ND[roles.query_G], unit_ND[roles.candidate_C]
+        terms_G, positive_G, nearest_G = self._contrast(queries_GD, candidates_CD, roles.own_G)
+        metrics = {
+            "accuracy": (positive_G > nearest_G).to(positive_G.dtype),  # recall at 1
+            "positive_cosine": positive_G,
+            "negative_cosine": nearest_G,
+        }
+        if self.symmetric:
+            positives_GD, numbers_G = candidates_CD[roles.own_G], torch.arange(len(queries_GD), device=unit_ND.device)
+            terms_G = (terms_G + self._contrast(positives_GD, queries_GD, numbers_G)[0]) / 2
+        return terms_G, metrics
+
+    def _contrast(self, anchors_GD: Tensor, others_CD: Tensor, own_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compare anchors with others, one of which is their own. Return cross-entropies, the cosines of their own, and
+        the greatest cosines of the rest.
+
+        Backward recomputes the cosines of each part of the anchors: all of them together are a matrix as large as the
+        square of the step.
+        """
+        parts = zip(anchors_GD.split(_ANCHORS), own_G.split(_ANCHORS), strict=True)
+        part_of = partial(checkpoint, self._contrast_part, use_reentrant=False, preserve_rng_state=False)
+        results = [part_of(part_GD, others_CD, own_of_part_G) for part_GD, own_of_part_G in parts]
+        terms_G, positive_G, nearest_G = (torch.cat(each) for each in zip(*results, strict=True))
+        return terms_G, positive_G, nearest_G
+
+    def _contrast_part(
+        self, anchors_GD: Tensor, others_CD: Tensor, own_G: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        cosine_GC, own_G1 = anchors_GD @ others_CD.t(), own_G[:, None]
+        positive_G1 = cosine_GC.gather(1, own_G1)
+        is_false_GC = (cosine_GC > positive_G1 + self.false_negative_margin).detach()
+        logits_GC = (cosine_GC / self.temperature).masked_fill(is_false_GC, -torch.inf)
         terms_G = cross_entropy(logits_GC, own_G, reduction="none")
-        if not self.symmetric:
-            return terms_G
-        to_queries_GG = logits_GC[:, own_G].t()  # a row for each positive
-        own_query_G = torch.arange(len(own_G), device=own_G.device)
-        return (terms_G + cross_entropy(to_queries_GG, own_query_G, reduction="none")) / 2
+        nearest_G = cosine_GC.detach().scatter(1, own_G1, -torch.inf).amax(1)
+        return terms_G, positive_G1[:, 0].detach(), nearest_G
 
 
 class _Roles(NamedTuple):
@@ -135,18 +164,3 @@ def _roles(docs: LossDocuments) -> _Roles:
     at = {number: index for index, number in enumerate(candidates)}
     numbers = [group[0] for group in members], candidates, [at[group[1]] for group in members]
     return _Roles(*(torch.tensor(each, device=docs.group_D.device) for each in numbers))
-
-
-def _cosines(hidden_ND: Tensor, roles: _Roles) -> Tensor:
-    """Return the cosine of each query with each candidate."""
-    unit_ND = normalize(hidden_ND, dim=-1)
-    return unit_ND[roles.query_G] @ unit_ND[roles.candidate_C].t()
-
-
-def _metrics(cosines_GC: Tensor, roles: _Roles) -> dict[str, Tensor]:
-    """Return whether the positive is the nearest (recall at 1), its cosine, and that of the nearest other document."""
-    own_G1 = roles.own_G[:, None]
-    positive_G = cosines_GC.gather(1, own_G1)[:, 0]
-    nearest_G = cosines_GC.scatter(1, own_G1, -torch.inf).amax(1)
-    accuracy_G = (positive_G > nearest_G).to(positive_G.dtype)
-    return {"accuracy": accuracy_G, "positive_cosine": positive_G, "negative_cosine": nearest_G}
