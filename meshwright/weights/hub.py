@@ -20,7 +20,7 @@ from .source import exists, path_of
 
 _SMALL_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
 # Folders, but those of sentence-transformers' modules: 1_Pooling, 2_Normalize.
-_IGNORED = ("[!0-9]*/*", "*/*/*")
+_IGNORED = ["[!0-9]*/*", "*/*/*"]
 _WEIGHT_PATTERNS = ("*.safetensors",)
 # Seconds that the hub may take to answer before the cache is used, with weights and without.
 _SECONDS = {True: 10.0, False: 4.0}
