@@ -45,8 +45,9 @@ def fields_of_step(loss: Loss, batches: Sequence[Batch]) -> dict[str, object]:
 
 
 def _kinds(batch: Batch) -> dict[str, str]:
-    """Return the fields of a batch with their dtypes."""
-    return {name: str(batch.fields[name].dtype).removeprefix("torch.") for name in sorted(batch.fields)}
+    """Return the fields of a batch with their dtypes, and the numbers of a token."""
+    fields = {name: batch.fields[name] for name in sorted(batch.fields)}
+    return {name: " ".join(map(str, (x.dtype, *x.shape[1:]))).removeprefix("torch.") for name, x in fields.items()}
 
 
 class StepRows:
@@ -91,11 +92,12 @@ class StepRows:
         self, batches: Sequence[Batch], masks: Sequence[Tensor], num_rows: Sequence[int], num_documents: Sequence[int]
     ) -> tuple[LossDocuments, Mapping[str, Tensor]]:
         """Exchange documents and fields between the hosts of data ranks."""
-        names = ["labels", *sorted(batches[0].fields)]
+        streams = {"labels": batches[0].labels, **batches[0].fields}
+        names, widths = [*streams], [x[:1].numel() for x in streams.values()]
         documents = _documents_of(batches, masks)
         values = [_values_of(batch, names)[mask_T] for batch, mask_T in zip(batches, masks, strict=True)]
         most_documents, most_rows = max(num_documents), max(num_rows)
-        padded = torch.zeros(2 * most_documents + len(names) * most_rows, dtype=torch.float64)
+        padded = torch.zeros(2 * most_documents + sum(widths) * most_rows, dtype=torch.float64)
         padded[: 2 * len(documents)] = torch.tensor(documents, dtype=torch.float64).flatten()
         rows = torch.cat(values).flatten()
         padded[2 * most_documents :][: len(rows)] = rows
@@ -106,13 +108,13 @@ class StepRows:
             for size, group in row[: 2 * documents_here].long().view(-1, 2).tolist():
                 sizes.append(size)
                 groups.append(rank * most_documents + group)  # groups of two data ranks are two groups
-            fields.append(row[2 * most_documents :][: rows_here * len(names)].view(-1, len(names)))
-        device, stacked = self._mesh.device, torch.cat(fields)
-        dtypes = [batches[0].labels.dtype, *(batches[0].fields[name].dtype for name in names[1:])]
-        columns = zip(names, stacked.unbind(1), dtypes, strict=True)
-        has_label = torch.ones(sum(num_rows), dtype=torch.bool, device=device)
-        docs = LossDocuments(sizes, groups, has_label)
-        return docs, {name: to_device(column.to(dtype).contiguous(), device) for name, column, dtype in columns}
+            fields.append(row[2 * most_documents :][: rows_here * sum(widths)].view(-1, sum(widths)))
+        device, columns = self._mesh.device, torch.cat(fields).split(widths, 1)
+        whole = {
+            name: to_device(values.to(like.dtype).reshape(-1, *like.shape[1:]), device)
+            for values, (name, like) in zip(columns, streams.items(), strict=True)
+        }
+        return LossDocuments(sizes, groups, torch.ones(sum(num_rows), dtype=torch.bool, device=device)), whole
 
 
 def _documents_of(batches: Sequence[Batch], masks: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -127,7 +129,8 @@ def _documents_of(batches: Sequence[Batch], masks: Sequence[Tensor]) -> list[tup
 
 def _values_of(batch: Batch, names: Sequence[str]) -> Tensor:
     """Return labels and fields as columns. -> `[T, F]` in float64, on the host"""
-    return torch.stack([(batch.fields.get(name, batch.labels)).detach().cpu().double() for name in names], 1)
+    values = [batch.fields.get(name, batch.labels) for name in names]
+    return torch.cat([x.detach().cpu().double().view(len(batch), -1) for x in values], 1)
 
 
 def _positions(counts_RMS: Tensor, device: torch.device) -> tuple[Tensor, int]:

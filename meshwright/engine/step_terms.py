@@ -36,16 +36,17 @@ class StepTerms:
         on_host, self._local = batches
         self._rows = StepRows(model.mesh, on_host)
         self._number_of = {id(batch): number for number, batch in enumerate(self._local)}
+        self._shapes: list[torch.Size] = []  # of the scores of a token
         self._cotangents: Tensor | None = None
         self.is_known = False  # whether the loss has run
         self.value = torch.zeros((), device=model.mesh.device)
         self.metrics_M = torch.zeros(len(loss.metrics), dtype=torch.float64, device=model.mesh.device)
 
     def pick(self, batch: Batch, scores: Scores) -> Tensor:
-        """Return the scores of this rank's tokens with a label. -> `[n, ...]`, the last dim by name if there are
-        several"""
-        joined = scores[0] if len(scores) == 1 else torch.stack(scores, -1)
-        return self._rows.pick(self._number_of[id(batch)], joined)
+        """Return the scores of this rank's tokens with a label, as columns. -> `[n, C]`"""
+        self._shapes = [x.shape[1:] for x in scores]
+        columns = torch.cat([x.reshape(len(x), -1) for x in scores], 1)
+        return self._rows.pick(self._number_of[id(batch)], columns)
 
     def gather(self, own_rows: Sequence[Tensor]) -> Tensor:
         """All-gather the scores of the step from those of this rank's micro-batches."""
@@ -57,9 +58,10 @@ class StepTerms:
         The value of the loss and its metrics count on one rank of a pipeline stage, and are 0 on the others.
         """
         leaf = upcast(whole).detach().requires_grad_(grad)
-        # A copy, because a loss may write into its scores, and a leaf must not be written into.
-        inputs = leaf.clone()
-        by_name = dict(zip(self._names, inputs.unbind(-1) if len(self._names) > 1 else [inputs], strict=True))
+        columns = zip(leaf.split([shape.numel() for shape in self._shapes], 1), self._shapes, strict=True)
+        # Copies, because a loss may write into its scores, and a leaf must not be written into.
+        inputs = [part.reshape(-1, *shape).clone() for part, shape in columns]
+        by_name = dict(zip(self._names, inputs, strict=True))
         rows, coords = self._rows, self._model.mesh.coords
         terms, metrics, names_read = call_loss(self._model, self._loss, by_name, rows.fields, rows.docs)
         check_read({*rows.fields} - names_read, per="step")
