@@ -271,10 +271,11 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
     scored too.
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
-    check_pictures(batches, model.blueprint.module.tower, words=want != "values")
+    marks = want in ("values", "hidden")  # labels are classes, or mark the tokens that have a term
+    check_pictures(batches, model.blueprint.module.tower, words=not marks)
     check_given_experts(batches, model.blueprint.balance)
     check_word_ids(batches, words, model.blueprint.vocab)
-    if want != "values":  # labels of a value head are classes, or mark the tokens that have a term
+    if not marks:
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
     mtp = mtp_data(batches) if model.recipe.mtp != "carried" else MtpData()
@@ -300,7 +301,7 @@ def _weight(batch: Batch, per: str) -> float:
     is_target_T = batch.is_target_T
     if per == "micro_batch":
         return float(batch.num_targets)
-    if per in ("document", "group"):
+    if per in ("document", "group", "step"):
         return float(LossDocuments.of(batch).has_target(per).sum())
     return float(batch.fields.get(WEIGHT, is_target_T)[is_target_T].double().sum())
 

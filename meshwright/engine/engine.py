@@ -52,6 +52,7 @@ from .optimizer_state import StateDict, state_layout
 from .router import Router, refuse_pooled
 from .sleep import OPTIMIZER, WEIGHTS, put_to_sleep, wake_up
 from .step_results import Results, StepRecord, loss_sum, norms_if_applied, results_of
+from .step_rows import fields_of_step
 from .validation import (
     check_complete,
     check_engine,
@@ -231,6 +232,7 @@ class Engine:
 
         want = self._terms.wanted(Loss.of(self.loss), float(self.temperature), self.mtp is not None)
         local = self._local_batches(batches, step)
+        self._terms.begin(Loss.of(self.loss), batches, local, float(self.temperature))
         shares = parallel.run(self.model, local, want, term, f"step {self.steps}")
         doing(f"step {self.steps}")
         self._finish(step)
@@ -291,20 +293,24 @@ class Engine:
         """Return the loss over all data ranks, without the router's aux loss. Change nothing but `metrics`."""
         doing(f"evaluation before step {self.steps}")
         step = self._agree(EVALUATE, batches)
+        local, loss = self._local_batches(batches, step), Loss.of(self.loss)
+        of_step = self._terms.begin(loss, batches, local, float(self.temperature), grad=False)
 
         def term(batch: Batch, scores: Scores) -> Tensor:
             loss = self._share(batch, scores, step).detach().double()
             return torch.cat([loss.view(1), self._metrics_M / step.weight])
 
         shares = torch.zeros(1 + self._num_metrics, dtype=torch.float64, device=self.model.mesh.device)
-        # A pipeline stage without the head has no terms: its shares stay 0.
-        want = self._terms.wanted(Loss.of(self.loss), float(self.temperature))
-        for part in parallel.run_forward(self.model, self._local_batches(batches, step), want, term):
-            shares += part
+        if of_step is not None:
+            shares += torch.cat([of_step.value.double().view(1), of_step.metrics_M]) / step.weight
+        else:  # a pipeline stage without the head has no terms: its shares stay 0
+            want = self._terms.wanted(loss, float(self.temperature))
+            for part in parallel.run_forward(self.model, local, want, term):
+                shares += part
         # The place of the router's aux loss is empty.
-        loss, _, *metrics = self._reduced_shares(torch.cat([shares[:1], shares.new_zeros(1), shares[1:]]))
-        self.metrics = dict(zip(Loss.of(self.loss).metrics, metrics, strict=True))
-        return loss
+        total, _, *metrics = self._reduced_shares(torch.cat([shares[:1], shares.new_zeros(1), shares[1:]]))
+        self.metrics = dict(zip(loss.metrics, metrics, strict=True))
+        return total
 
     def sleep(self, *, weights: bool = True, optimizer: bool = True) -> int:
         """Move weights, and optimizer state with waiting gradients, to host memory until `wake`. Return how many bytes
@@ -427,14 +433,16 @@ class Engine:
             check_temperature(self.temperature, self.model.blueprint.scores)
             check_words(loss, float(self.temperature), self.model.blueprint.scores)
             check_on_nonfinite(self.on_nonfinite)
+            if call != EVALUATE:
+                check_ready(self.model, self.trained)
+                check_trains(self.trained)
+            data = data_of(self.model, batches, self.want, per, loss.words)
+            settings = {**self._settings(), **fields_of_step(loss, batches)}
             if call == EVALUATE:
-                return Proposal(data_of(self.model, batches, self.want, per, loss.words), settings=self._settings())
-            check_ready(self.model, self.trained)
-            check_trains(self.trained)
+                return Proposal(data, settings=settings)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             options = self.optimizer.options
-            settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
-            data = data_of(self.model, batches, self.want, per, loss.words)
+            settings |= {"optimizer": type(options).__name__, **asdict(options)}
             return Proposal(data, lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None
@@ -448,7 +456,7 @@ class Engine:
 
     def _settings(self) -> dict[str, object]:
         """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
-        loss, _kernel = Loss.of(self.loss), self.optimizer.has_kernel(self.model.mesh.device)
+        loss, kernel = Loss.of(self.loss), self.optimizer.has_kernel(self.model.mesh.device)
         function = loss.function if inspect.isroutine(loss.function) else type(loss.function)
         return {
             "the step": self.steps,
@@ -459,9 +467,7 @@ class Engine:
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,
             "the score that the loss gets": self.want,
-            "the optimizer's kernel (a warning says why a rank has none)": self.optimizer.has_kernel(
-                self.model.mesh.device
-            ),
+            "the optimizer's kernel (a warning says why a rank has none)": kernel,
         }
 
     def _pending(self) -> Step:

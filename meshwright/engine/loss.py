@@ -1,4 +1,4 @@
-"""The unit of a loss: its terms are per token, per document, per group of documents, or per micro-batch."""
+"""The unit of a loss: its terms are per token, document, group of documents or micro-batch, or belong to a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from .losses import LossFunction
 
-PER = ("token", "document", "group", "micro_batch")
+PER = ("token", "document", "group", "micro_batch", "step")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,10 @@ class Loss:
     as `function(scores, fields, docs)` with the whole micro-batch, on any mesh: scores are all-gathered over cp and tp,
     and `docs` (`LossDocuments`) sums and splits them by document. It returns a term for each document, for each group
     (`mw.batches(groups=)`), or one number.
+
+    With "step" the function gets the tokens with a label of all micro-batches of all data ranks, `[N, ...]`, and `docs`
+    counts these tokens alone. It returns a term for each group of the step. So a contrastive loss has every document of
+    the step as a negative, on any mesh and with any number of micro-batches.
 
     `normalise`: the engine divides by the number of tokens, documents or groups with a label in the whole step (of
     tokens: by the sum of their weights). With False it does not divide: the function has.

@@ -44,7 +44,7 @@ def call_loss(
         )
     terms, metrics = result if is_pair and loss.metrics else (result, {})
     shape = (len(next(iter(scores.values()))),) if docs is None else (docs.num_terms(loss.per),)
-    check_terms(terms, () if loss.per == "micro_batch" else shape, loss.per)
+    check_terms(terms, () if loss.per == "micro_batch" else shape, "group" if loss.per == "step" else loss.per)
     check_metrics(metrics, loss.metrics, terms)
     wide = upcast(terms)
     values = [metrics[name].detach().to(torch.promote_types(wide.dtype, torch.float32)) for name in loss.metrics]

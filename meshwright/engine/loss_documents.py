@@ -22,7 +22,8 @@ class LossDocuments:
         self.num, self.sizes, self.is_target_T = len(sizes), list(sizes), is_target_T
         index = {group: at for at, group in enumerate(dict.fromkeys(groups))}
         self.num_groups = len(index)
-        self.group_D = torch.tensor([index[group] for group in groups], dtype=torch.int64, device=device)
+        self.group_numbers = [index[group] for group in groups]  # of each document, on the host
+        self.group_D = torch.tensor(self.group_numbers, dtype=torch.int64, device=device)
         self._sizes_D = torch.tensor(self.sizes, dtype=torch.int64, device=device)
         self._groups = list(groups)
 
@@ -82,15 +83,16 @@ class LossDocuments:
         return torch.bincount(self.group_D, minlength=self.num_groups)
 
     def num_terms(self, per: str) -> int:
-        """Return how many terms a loss has that is per "document", "group" or "micro_batch"."""
-        return {"document": self.num, "group": self.num_groups}.get(per, 1)
+        """Return how many terms a loss has that is per "document", "group", "step" or "micro_batch"."""
+        return {"document": self.num, "group": self.num_groups, "step": self.num_groups}.get(per, 1)
 
     def has_target(self, per: str) -> Tensor:
-        """Return whether each document or group has a token with a label; for a micro-batch True."""
+        """Return whether each document has a token with a label; per "group" and "step" each group; for a micro-batch
+        True."""
         has_D = self.num_targets_D > 0
         if per == "document":
             return has_D
-        return self.group_sum(has_D.double()) > 0 if per == "group" else has_D.new_ones(())
+        return self.group_sum(has_D.double()) > 0 if per in ("group", "step") else has_D.new_ones(())
 
     def part(self, per: str, terms: Sequence[int]) -> tuple[Tensor, LossDocuments]:
         """Return the documents of some terms alone, and the numbers of their tokens."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .. import parallel
 from ..data import WEIGHT, Batch
 from ..models import Want
 from ..parallel import Scores
@@ -24,6 +25,7 @@ from .loss import Loss
 from .loss_call import call_loss, perturbed
 from .loss_documents import LossDocuments
 from .model import Model
+from .step_terms import StepTerms
 from .validation import check_apart, check_by_token, check_differentiable, check_read
 
 
@@ -38,6 +40,34 @@ class Terms:
         self.model, self.want = model, want
         self._checked: tuple[Loss, set[frozenset[str]]] | None = None  # the loss, and with which fields
         self.failure: Exception | None = None
+        self._of_step: StepTerms | None = None  # of a loss per step, for the running one
+
+    def begin(
+        self, loss: Loss, batches: Sequence[Batch], local: Sequence[Batch], temperature: float, *, grad: bool = True
+    ) -> StepTerms | None:  # fmt: skip
+        """Begin a step. Return the terms of a loss per step, else None. `local`: the batches on the device.
+
+        A loss per step runs here, on the scores of a first forward without gradients, which counts no experts. With
+        one micro-batch on one stage it waits for the scores of the only forward. `grad`: there will be a backward.
+        """
+        self._of_step = None
+        if loss.per != "step":
+            return None
+        self._of_step = of_step = StepTerms(self.model, loss, self.names(loss), (batches, local))
+        if grad and len(local) == 1 and self.model.line.num_stages == 1:
+            return of_step
+        rows = parallel.run_forward(self.model, local, self.wanted(loss, temperature), of_step.pick)
+        if rows:  # a pipeline stage without the head has none
+            self._run(of_step, rows, grad=grad)
+        return of_step
+
+    def _run(self, of_step: StepTerms, own_rows: Sequence[Tensor], *, grad: bool) -> None:
+        """Run a loss per step on the scores of the step, of which this rank has its own."""
+        whole = of_step.gather(own_rows)  # outside of the handling of failures, as below
+        try:
+            of_step.run(whole, grad=grad)
+        except Exception as error:  # noqa: BLE001 - as below
+            self.failure = error
 
     def wanted(self, loss: Loss, temperature: float, mtp: bool = False) -> Want:
         """Return the request to the model for the scores of a loss."""
@@ -52,6 +82,8 @@ class Terms:
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
         """Return a tensor that sums to this rank's part of the loss of a micro-batch, and its part of each metric
         `[M]`, before they are divided."""
+        if self._of_step is not None:
+            return self._share_of_step(self._of_step, loss, batch, scores)
         # Outside of the handling of failures: a rank whose loss has failed must still meet the others.
         whole = None if loss.per == "token" else self._gather(scores)
         if self.failure is None:
@@ -62,6 +94,14 @@ class Terms:
             except Exception as error:  # noqa: BLE001 - any error of user code; the engine raises it on all ranks
                 self.failure = error
         return self._nothing(loss, scores)
+
+    def _share_of_step(
+        self, of_step: StepTerms, loss: Loss, batch: Batch, scores: Scores
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rows = of_step.pick(batch, scores)
+        if not of_step.is_known and self.failure is None:  # no first forward
+            self._run(of_step, [rows], grad=True)
+        return self._nothing(loss, scores) if self.failure is not None else of_step.share(batch, rows)
 
     def _is_checked(self, loss: Loss, fields: Mapping[str, Tensor]) -> bool:
         """Tell whether a loss was checked with these fields. The checks wait for the device, so they must not run

@@ -8,19 +8,17 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 
 from .classify import Classify
 from .distillation import Distill
+from .embedding import Embedding, last_token_labels
+from .embedding_files import add_embedding_files
 from .objective import Objective
 from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
 from .teacher_scores import TeacherScores, TeacherScoresWriter, weights_fingerprint
 
 # By the name that a run file gives. Without one of them a run predicts the next token.
 OBJECTIVES: dict[str, type[Objective]] = {
-    "dpo": Dpo,
-    "orpo": Orpo,
-    "simpo": Simpo,
-    "reward": Reward,
-    "classify": Classify,
-    "distill": Distill,
-}
+    "dpo": Dpo, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "classify": Classify, "distill": Distill,
+    "embedding": Embedding,
+}  # fmt: skip
 
 __all__ = [
     "OBJECTIVES",
@@ -28,24 +26,14 @@ __all__ = [
     "Classify",
     "Distill",
     "Dpo",
+    "Embedding",
     "Objective",
     "Orpo",
     "Reward",
     "Simpo",
     "TeacherScores",
     "TeacherScoresWriter",
-    "weights_fingerprint",
-]
-    "OBJECTIVES",
-    "REFERENCE",
-    "Classify",
-    "Distill",
-    "Dpo",
-    "Objective",
-    "Orpo",
-    "Reward",
-    "Simpo",
-    "TeacherScores",
-    "TeacherScoresWriter",
+    "add_embedding_files",
+    "last_token_labels",
     "weights_fingerprint",
 ]

@@ -33,7 +33,7 @@ from .reader import Choice, Reader, carried_keys, check_keys, choose, chosen
 from .requantise import check_scaled, quantised_keys, quantised_tensors
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, Entry, read_header, read_json, read_stamped_json, short
 from .shards import ShardSpec, shards
-from .small_files import MANIFEST, TRAINER, SmallFiles, read_small
+from .small_files import MANIFEST, MODULES, TRAINER, SmallFiles, read_small
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
 from .streaming import StoredModel, buckets, dtypes_of, whole_tensors
 from .writer import Files, make_files, whole_rows

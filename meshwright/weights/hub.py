@@ -19,6 +19,8 @@ from ..mesh import Mesh
 from .source import exists, path_of
 
 _SMALL_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
+# Folders, but those of sentence-transformers' modules: 1_Pooling, 2_Normalize.
+_IGNORED = ["[!0-9]*/*", "*/*/*"]
 _WEIGHT_PATTERNS = ("*.safetensors",)
 # Seconds that the hub may take to answer before the cache is used, with weights and without.
 _SECONDS = {True: 10.0, False: 4.0}
@@ -73,7 +75,7 @@ def download(hub_id: str, weights: bool) -> Path:
     patterns = [*_SMALL_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:
         path = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=patterns, ignore_patterns=["*/*"], etag_timeout=_SECONDS[weights]
+            hub_id, allow_patterns=patterns, ignore_patterns=_IGNORED, etag_timeout=_SECONDS[weights]
         )
         return Path(path)
     except (

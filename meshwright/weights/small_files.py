@@ -6,6 +6,7 @@ rank that writes keeps their bytes from the start.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from .file_version import Stamp, opened
 _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
 # Files of a checkpoint, never copied from the source: an old manifest next to new weights would vouch for them.
 MANIFEST, TRAINER = "meshwright.json", "trainer.json"
+MODULES = "modules.json"  # of sentence-transformers
 _TEMPLATES = "additional_chat_templates"
 _KEPT_BYTES = 64 << 20  # the largest tokenizer.json files have half of this
 _COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
@@ -104,5 +106,20 @@ def _paths(directory: Path) -> Iterator[Path]:
     candidates = [
         path for path in directory.iterdir() if path.name.endswith(_ENDINGS) and path.name not in checkpoint_files
     ]
-    paths = sorted([*candidates, *(directory / _TEMPLATES).rglob("*")])
+    folders = [directory / name for name in (_TEMPLATES, *_module_folders(directory))]
+    paths = sorted({*candidates, *(path for folder in folders for path in folder.rglob("*"))})
     yield from (path for path in paths if not path.name.endswith(".index.json"))
+
+
+def _module_folders(directory: Path) -> Iterator[str]:
+    """Yield the folders that modules.json of sentence-transformers names, such as `1_Pooling`: an embedding model
+    without them would pool and normalise in another way. A file that is not of this form names none."""
+    try:
+        modules = json.loads((directory / MODULES).read_bytes())
+    except (OSError, ValueError):
+        return
+    for module in modules if isinstance(modules, list) else []:
+        name = module.get("path") if isinstance(module, dict) else None
+        # A link or `..` would copy files from elsewhere on this machine.
+        if isinstance(name, str) and name and name == Path(name).name and not (directory / name).is_symlink():
+            yield name
