@@ -28,6 +28,8 @@ MESHES: list[dict[str, int]] = [
 ]  # fmt: skip
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"sft_weight": 0.1}, "simpo": {}, "reward": {"centre": 0.01}, "classify": {"labels": ["bad", "good", "odd"]},
+    "distill": {"top_k": 7, "temperature": 2.0}, "embedding": {"dims": [36, 12], "query_prompt": "Q:"},
+    "rerank": {"answers": ["n", "y"]},
 }  # fmt: skip
 
 
@@ -57,12 +59,34 @@ def labelled(path: Path) -> Path:
     return path
 
 
+def retrieved(path: Path) -> Path:
+    """Write queries with one or two positives and none to three hard negatives."""
+    dice = random.Random(3)
+    word = lambda: "".join(dice.choice("abcdef ") for _ in range(dice.randint(1, 15))) + "."  # noqa: E731 - short
+    with path.open("w") as out:
+        for number in range(40):
+            row: dict[str, Any] = {"query": word(), "positive": word()}
+            if number % 3:
+                row = {
+                    "query": word(),
+                    "pos": [word(), word()][: number % 3],
+                    "neg": [word() for _ in range(number % 4)],
+                }
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+ROWS = {"classify": labelled, "distill": runs.chats, "embedding": retrieved, "rerank": retrieved}
+
+
 def file_of(at: Path, objective: str, model: Path, **sections: Any) -> Path:
     at.mkdir(parents=True)
-    (labelled if objective == "classify" else pairs)(at / "chats.jsonl")
+    ROWS.get(objective, pairs)(at / "chats.jsonl")
     held_out = {"path": str(at / "chats.jsonl"), "every": STEPS, **sections.pop("eval", {})}
     options = {**OBJECTIVES[objective], **sections.pop("options", {})}
-    train = {"steps": STEPS, **sections.pop("train", {})}
+    options |= {"teacher": str(model.parent / "teacher")} if objective == "distill" else {}
+    length = {"length": 320, "tokens_per_step": 1280} if objective == "rerank" else {}  # its prompt is long
+    train = {"steps": STEPS, **length, **sections.pop("train", {})}
     sections |= {objective: options} if options else {}
     path = runs.file_of(at, model, eval=held_out, train=train, **sections)
     text = path.read_text()
@@ -96,12 +120,14 @@ def on_mesh(paths: Mapping[str, Path], mesh: dict[str, int]) -> None:
 
 def test_curves_are_equal_on_every_mesh(tmp_path: Path) -> None:
     """A data rank takes 1, 2 or 4 micro-batches. Evaluations have the metrics of the objective."""
-    model = runs.source(tmp_path / "m", "qwen3_moe")
+    model, _ = runs.source(tmp_path / "m", "qwen3_moe"), runs.source(tmp_path / "teacher", "qwen3")
     curves: dict[str, dict[str, Any]] = {}
     for number, mesh in enumerate([{}, *MESHES]):
         paths = {name: file_of(tmp_path / f"{number}" / name, name, model) for name in OBJECTIVES}
         on_mesh(paths, mesh)
         curves[str(mesh)] = {name: figures(path.parent) for name, path in paths.items()}
+    assert curves["{}"]["distill"][-1]["train/kl"] < curves["{}"]["distill"][0]["train/kl"]
+    assert {"train/positive_cosine", "train/accuracy"} < curves["{}"]["embedding"][-1].keys()
     assert {"train/margins", "train/rewards_chosen"} < curves["{}"]["dpo"][0].keys()
     evaluations = {name for name in curves["{}"]["classify"][-1] if name.startswith("eval/")}
     assert evaluations == {"eval/held-out/loss", "eval/held-out/accuracy"}

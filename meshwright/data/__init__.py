@@ -16,8 +16,9 @@ from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
 from .preferences import ChatPairs, TextPairs
 from .processor import ImageLimits, Placeholders, Processor
+from .retrieval import EmbeddingRows, RerankRows
 from .row_files import SUFFIXES, files_of
 from .texts import Ready, TextOnly, Texts
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
-from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
+from .tokenizer import encoded, fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens, scored, together

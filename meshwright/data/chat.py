@@ -138,9 +138,14 @@ class Chat:
 
     def prompt(self, text: str) -> list[int]:
         """Return what a server would send if a user began with `text`. With thinking="auto" the template decides."""
-        chat, thinking = conversation({"messages": [{"role": "user", "content": text}]}), self.options.thinking
+        return self.prompt_of([{"role": "user", "content": text}])
+
+    def prompt_of(self, messages: Sequence[Message]) -> list[int]:
+        """Return what a server would send after these messages."""
+        chat, thinking = conversation({"messages": [*messages]}), self.options.thinking
+        self._check_texts(chat)
         flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
-        return self._ids(bounded(lambda: self._render(chat, 1, flags, add_generation_prompt=True)))
+        return self._ids(bounded(lambda: self._render(chat, len(messages), flags, add_generation_prompt=True)))
 
     def _turn(self, chat: Conversation, number: int, views: Sequence[View]) -> tuple[list[int], list[int]]:
         """Return the prompt of message `number` as a server would send it, and the turn that should be generated.

@@ -7,17 +7,18 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 """
 
 from .classify import Classify
-from .distillation import Distill
+from .distillation import Distill, check_vocabularies
 from .embedding import Embedding, last_token_labels
 from .embedding_files import add_embedding_files
 from .objective import Objective
 from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
+from .rerank import Rerank
 from .teacher_scores import TeacherScores, TeacherScoresWriter, weights_fingerprint
 
 # By the name that a run file gives. Without one of them a run predicts the next token.
 OBJECTIVES: dict[str, type[Objective]] = {
     "dpo": Dpo, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "classify": Classify, "distill": Distill,
-    "embedding": Embedding,
+    "embedding": Embedding, "rerank": Rerank,
 }  # fmt: skip
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "Embedding",
     "Objective",
     "Orpo",
+    "Rerank",
     "Reward",
     "Simpo",
     "TeacherScores",
     "TeacherScoresWriter",
     "add_embedding_files",
+    "check_vocabularies",
     "last_token_labels",
     "weights_fingerprint",
 ]

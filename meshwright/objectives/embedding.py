@@ -54,6 +54,10 @@ class Embedding:
         (), "Matryoshka (arXiv 2205.13147): the loss is the mean over these prefixes of the embedding, such as "
         "[1024, 512, 256]. Empty: the whole embedding.",
     )  # fmt: skip
+    query_prompt: str = option(
+        "", "The text before each query, such as 'Instruct: ...\\nQuery:'. Exports name it for sentence-transformers."
+    )
+    document_prompt: str = option("", "The text before each document.")
     symmetric: bool = option(
         False, "Also compare each positive with all queries, and take the mean of both directions."
     )

@@ -9,7 +9,9 @@ class Objective(Protocol):
     """A training objective: a frozen dataclass of options.
 
     `head`: of the model. `rows`: what a row of the data becomes: "pairs" of documents, the chosen answer first;
-    "scored_pairs", with a label at the last token of each alone; or "labelled", a document with its class.
+    "scored_pairs", with a label at the last token of each alone; "labelled", a document with its class; "retrieval", a
+    query with its positive and negatives; "reranked", a prompt for each of these; or "documents", as without an
+    objective.
     """
 
     head: ClassVar[str]

@@ -23,6 +23,9 @@ CHARTS: dict[str, tuple[str, str]] = {
     "source": ("Loss of each source", ""),
     "train/accuracy": ("Accuracy", "share of pairs or documents; dots: held-out data"),
     "train/margins": ("Reward margin", "chosen minus rejected; dots: held-out data"),
+    "train/kl": ("KL divergence", "of student and teacher, a mean over tokens; dots: held-out data"),
+    "train/agreement": ("Agreement", "share of tokens whose likeliest word is the teacher's"),
+    "cosines": ("Cosines", "of a query with its positive, and with the nearest other document"),
     "train/log_odds": ("Log odds ratio", "chosen against rejected; dots: held-out data"),
     "rewards": ("Rewards", "of chosen and rejected answers"),
     "train/grad_norm": ("Gradient norm", "before clipping"),
@@ -37,7 +40,11 @@ CHARTS: dict[str, tuple[str, str]] = {
 }
 _FROM_ZERO = ("memory/peak_bytes",)  # an axis that starts at the minimum would show 5% more memory as a cliff
 _SOURCE = "train/loss/"
-_TOGETHER = {"rewards": ("train/rewards_chosen", "train/rewards_rejected")}  # metrics that share a chart
+# Metrics that share a chart.
+_TOGETHER = {
+    "rewards": ("train/rewards_chosen", "train/rewards_rejected"),
+    "cosines": ("train/positive_cosine", "train/negative_cosine"),
+}
 
 
 def chart_data(runs: Sequence[Run]) -> dict[str, Any]:

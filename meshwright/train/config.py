@@ -24,7 +24,16 @@ from pydantic.fields import FieldInfo
 
 from ..objectives import OBJECTIVES, Objective
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
-from .config_objectives import ClassifySection, DpoSection, OrpoSection, RewardSection, SimpoSection
+from .config_objectives import (
+    ClassifySection,
+    DistillSection,
+    DpoSection,
+    EmbeddingSection,
+    OrpoSection,
+    RerankSection,
+    RewardSection,
+    SimpoSection,
+)
 from .config_section import (
     FIXED,
     FREE,
@@ -307,9 +316,12 @@ class Config(Section):
     """The output directory: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
     """The random seed of the data order and of samples."""
-    objective: Annotated[Literal["sft", "dpo", "orpo", "simpo", "reward", "classify"], FIXED] = "sft"
-    """The training objective. sft: the next token, of chats or texts. dpo, orpo, simpo: preference pairs. reward: a
-    reward model of such pairs. classify: a class for each text or chat."""
+    objective: Annotated[
+        Literal["sft", "dpo", "orpo", "simpo", "reward", "classify", "distill", "embedding", "rerank"], FIXED
+    ] = "sft"
+    """The training objective. sft: the next token, of chats or texts. distill: the same, with a teacher. dpo, orpo,
+    simpo: preference pairs. reward: a reward model of such pairs. classify: a class for each text or chat. embedding:
+    queries near their documents. rerank: yes or no for a query and a document."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
     """auto: resume from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a slash: start from
     that checkpoint if OUT has none. To load only its weights, pass it as `model`."""
@@ -324,6 +336,9 @@ class Config(Section):
     simpo: SimpoSection = SimpoSection()
     reward: RewardSection = RewardSection()
     classify: ClassifySection = ClassifySection()
+    distill: DistillSection = DistillSection()
+    embedding: EmbeddingSection = EmbeddingSection()
+    rerank: RerankSection = RerankSection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -353,11 +368,6 @@ class Config(Section):
         kind, section = OBJECTIVES[self.objective], getattr(self, self.objective)
         options = inspect.signature(kind).parameters
         return kind(**{name: value for name, value in section.model_dump().items() if name in options})
-
-    @property
-    def rows(self) -> str:
-        """What the rows of the data are: "documents", or what the objective needs."""
-        return "documents" if self.objective == "sft" else OBJECTIVES[self.objective].rows
 
 
 Place = tuple[str | int, ...]  # the path of a field: ("data", 0, "weight")

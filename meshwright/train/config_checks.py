@@ -31,7 +31,7 @@ def contradictions(config: Config) -> Mistakes:
     for check in (
         _check_end, _check_step_size, _check_mesh, _check_pipeline, _check_shares, _check_sources, _check_names,
         _check_schedule, _check_evaluation, _check_samples, _check_profile, _check_checkpoints, _check_restarts,
-        _check_recipe, _check_optimizer_state, _check_objective,
+        _check_recipe, _check_optimizer_state, _check_objective, _check_teacher,
     ):  # fmt: skip
         yield from check(config)
 
@@ -297,10 +297,21 @@ def _check_objective(config: Config) -> Mistakes:
     except ConfigError as error:
         field = re.match(r"\w+\.(\w+)=", str(error))
         yield (config.objective, *([field[1]] if field else [])), str(error)
-    for place, source in sources_in(config):
+    for place, source in sources_in(config) if OBJECTIVES[config.objective].rows != "documents" else ():
         yield from (((*place, field), why) for field, why in _unfit(source))
     if config.sample.prompts and OBJECTIVES[config.objective].head != "lm":
         yield ("sample", "prompts"), f'objective = "{config.objective}" trains no model that writes; leave them out'
+
+
+def _check_teacher(config: Config) -> Mistakes:
+    """Require one teacher of a distillation."""
+    section = config.distill
+    if config.objective == "distill" and bool(section.teacher) == bool(section.scores):
+        given = "both say" if section.teacher else "neither says"
+        yield (
+            ("distill", "teacher"),
+            f"teacher and scores: {given} where the teacher's words come from; set one of them",
+        )
 
 
 def _unfit(source: SourceSection) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ..objectives import Classify, Dpo, Orpo, Reward, Simpo
+from ..objectives import Classify, Distill, Dpo, Embedding, Orpo, Rerank, Reward, Simpo
 from .config_section import FIXED, section_from
 
 
@@ -29,3 +29,20 @@ class RewardSection(section_from(Reward)):  # type: ignore[misc]  # the fields a
 
 class ClassifySection(section_from(Classify)):  # type: ignore[misc]  # the fields are those of the dataclass
     """Options of `objective = "classify"`; docs/classify.md explains them."""
+
+
+class DistillSection(section_from(Distill)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "distill"`; docs/distillation.md explains them."""
+
+    teacher: Annotated[str, FIXED] = ""
+    """The teacher: a directory or a hub id, with the tokenizer of the model. It runs on the same mesh, frozen."""
+    scores: Annotated[str, FIXED] = ""
+    """A directory with stored scores of a teacher, instead of `teacher`."""
+
+
+class EmbeddingSection(section_from(Embedding)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "embedding"`; docs/embeddings.md explains them."""
+
+
+class RerankSection(section_from(Rerank)):  # type: ignore[misc]  # the fields are those of the dataclass
+    """Options of `objective = "rerank"`; docs/embeddings.md explains them."""

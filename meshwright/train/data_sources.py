@@ -26,6 +26,7 @@ from ..data import (
     ChatOptions,
     ChatPairs,
     Documents,
+    EmbeddingRows,
     Feed,
     ImageLimits,
     Labelled,
@@ -35,6 +36,7 @@ from ..data import (
     Plan,
     Processor,
     Ready,
+    RerankRows,
     TextOnly,
     TextPairs,
     Texts,
@@ -42,6 +44,7 @@ from ..data import (
     Tokens,
     Unused,
     WholeText,
+    encoded,
     fetched_files,
     files_of,
     fingerprint_of,
@@ -58,6 +61,7 @@ from ..data import (
 from ..errors import ConfigError, DataError, counted
 from ..mesh import Mesh
 from ..models import label_names, patch_of, placeholders_of, take, text_config
+from ..objectives import Classify, Embedding, Objective, Rerank
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .config_checks import num_tokens
@@ -70,29 +74,43 @@ _ROW_FIELDS = ("kind", "fields", "thinking", "turns", "template", "template_args
 class RowReader:
     """Options for reading data files for the model in `directory`.
 
-    `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them. `rows`:
-    what a row becomes, as `Objective.rows` says. `labels`: names of classes, by default those of the model.
-    `processes`: how many tokenise at once.
+    `cache`: where tokenised documents are stored. `tower`: the model reads images, so chats may contain them.
+    `objective`: says what becomes of a row; None: a document. `processes`: how many tokenise at once.
     """
 
     directory: Path
     cache: Path
     tower: bool = False
-    rows: str = "documents"
-    labels: Sequence[str] = ()
+    objective: Objective | None = None
     processes: int = 1
 
     @classmethod
     def of(cls, config: Config, directory: Path, cache: Path, processes: int = 1) -> RowReader:
         """Return the reader of a run's data."""
-        return cls(directory, cache, config.train.tower, config.rows, config.classify.labels, processes)
+        return cls(directory, cache, config.train.tower, config.objective_options, processes)
 
     @property
-    def label_names(self) -> Sequence[str]:
-        """The names of the classes that rows may have; none for other objectives."""
-        if self.rows != "labelled":
-            return ()
-        return self.labels or label_names(text_config(read_config(self.directory)))
+    def rows(self) -> str:
+        """What a row becomes, as `Objective.rows` says."""
+        return "documents" if self.objective is None else self.objective.rows
+
+    @property
+    def rows_key(self) -> str:
+        """Whatever of the objective changes the documents, for the key of the token cache."""
+        match self.objective:
+            case Classify():
+                return f"labelled {self.label_names}"
+            case Embedding() as each:
+                return f"retrieval {each.query_prompt!r} {each.document_prompt!r}"
+            case Rerank() as each:
+                return f"reranked {each.instruction!r} {each.answers}"
+        return "" if self.rows == "documents" else self.rows
+
+    @property
+    def label_names(self) -> list[str]:
+        """The names of the classes that rows may have."""
+        given = self.objective.labels if isinstance(self.objective, Classify) else ()
+        return [*given] or label_names(text_config(read_config(self.directory)))
 
     def processor(self, section: SourceSection) -> Processor | None:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
@@ -210,11 +228,15 @@ def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]
     """
     directory = reader.directory
     key = json.dumps(section.model_dump(include={*_ROW_FIELDS}), sort_keys=True)
-    key += "" if reader.rows == "documents" else f"{reader.rows} {[*reader.label_names]}"
+    key += reader.rows_key
     if section.kind == "tokens":
         ready = Ready(vocab_size_of(directory), section.fields)
         return *_without_images(ready.documents, f"{key} {ready.vocab_size}", reader), ready.unused
     tokenizer, key = tokenizer_of(directory), key + fingerprint_of(directory)
+    if isinstance(reader.objective, Embedding):
+        prompts = reader.objective.query_prompt, reader.objective.document_prompt
+        groups = EmbeddingRows(tokenizer, *prompts, section.fields)
+        return groups.documents, key, groups.unused
     if section.kind == "text":
         texts = _text_rows(section, reader, tokenizer)
         return *_without_images(texts.documents, key, reader), texts.unused
@@ -248,11 +270,45 @@ def _chat_rows(
     """Return the reader of rows of chats."""
     if reader.rows == "documents":
         return _chat(section, reader.directory, tokenizer, template, processor)
-    # Pairs and labels rename the fields of a row themselves.
-    chat = _chat(section.model_copy(update={"fields": {}}), reader.directory, tokenizer, template, processor)
+    # Pairs and labels rename the fields of a row themselves. A reranker answers at once.
+    changed = {"fields": {}, **({"thinking": False} if reader.rows == "reranked" else {})}
+    chat = _chat(section.model_copy(update=changed), reader.directory, tokenizer, template, processor)
     if reader.rows in _PAIRS:
         return ChatPairs(chat, _PAIRS[reader.rows], section.fields)
+    if isinstance(reader.objective, Rerank):
+        return RerankRows(RerankPrompt(chat, reader.objective), answer_ids(reader), section.fields)
     return Labelled(chat.document, chat.unused, reader.label_names, section.fields)
+
+
+@dataclass(frozen=True)
+class RerankPrompt:
+    """The prompt of a reranker, with the words of Qwen3-Reranker's model card."""
+
+    chat: Chat
+    objective: Rerank
+
+    def __call__(self, query: str, document: str) -> list[int]:
+        no, yes = self.objective.answers
+        system = (
+            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that "
+            f'the answer can only be "{yes}" or "{no}".'
+        )
+        user = f"<Instruct>: {self.objective.instruction}\n<Query>: {query}\n<Document>: {document}"
+        return self.chat.prompt_of([{"role": "system", "content": system}, {"role": "user", "content": user}])
+
+
+def answer_ids(reader: RowReader) -> tuple[int, int]:
+    """Return the ids of both answers of a reranker. Refuse words of several tokens."""
+    assert isinstance(reader.objective, Rerank), "the caller has looked"
+    tokenizer, ids = tokenizer_of(reader.directory), list[int]()
+    for word in reader.objective.answers:
+        tokens_of_word = encoded(tokenizer, word)
+        if len(tokens_of_word) != 1:
+            raise ConfigError(
+                f"rerank.answers: {word!r} is {len(tokens_of_word)} tokens of this model; give one-token words"
+            )
+        ids += tokens_of_word
+    return ids[0], ids[1]
 
 
 def vocab_size_of(directory: Path) -> int:
@@ -331,7 +387,7 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
         source_of(
-            each, length, weight=section.weight, share=section.share, too_long=overlong_policy(section, config.rows)
+            each, length, weight=section.weight, share=section.share, too_long=overlong_policy(section, reader.rows)
         )
         for each, section in zip(documents, config.data, strict=True)
     ]

@@ -74,7 +74,8 @@ class Loop:
     """The loop over the steps of a feed, from `position` to `num_steps`. All ranks run it; rank 0 has the sinks.
 
     `held_out`: this data rank's batches of each held-out set, by name. `sample`: returns pairs of prompt and generated
-    text. `traced`: a context manager around each step and what follows it, for the profiler.
+    text. `prepare`: adds the fields that an objective needs to the batches of a step. `traced`: a context manager
+    around each step and what follows it, for the profiler.
     """
 
     engine: Engine
@@ -88,6 +89,7 @@ class Loop:
     sinks: Sequence[Sink] = ()
     held_out: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     sample: Callable[[], Sequence[tuple[str, str]]] | None = None
+    prepare: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches
     traced: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # why the run ended before its data, if it did
@@ -140,7 +142,7 @@ class Loop:
         wait = self.clock() - before
         record = None
         try:
-            record = self.engine.step(batches)
+            record = self.engine.step(self.prepare(batches))
             self._skips_in_a_row = 0
         except NonFiniteError as error:
             self._skip(error)
@@ -253,7 +255,7 @@ class Loop:
         with region("evaluate"):
             losses, values = dict[str, float](), dict[str, float]()
             for name, batches in self.held_out.items():
-                losses[name] = loss = self.engine.evaluate(batches)
+                losses[name] = loss = self.engine.evaluate(self.prepare(batches))
                 figures = self.engine.metrics or {"perplexity": perplexity_of(loss)}
                 values |= {f"eval/{name}/{figure}": value for figure, value in {"loss": loss, **figures}.items()}
         self._log("eval", values)

@@ -31,10 +31,12 @@ from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
 from ..mesh.memory_limits import expand_segments
+from ..objectives import Embedding, add_embedding_files
 from ..plan.devices import peak_of
 from ..plan.step_time import flops_of
 from ..weights import path_of
 from . import failure
+from .batch_fields import BatchFields
 from .config import Config
 from .config_model import optimizer_of, warn_of_memory
 from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
@@ -87,7 +89,10 @@ class Trainer:
                 logger.warning("%s", line)
         prompts = prompts_of(config.sample, config.data[0], directory)
         reference = WithReference(config, mesh, [self.data, *held_out.values()], cache)
+        fields = BatchFields(config, mesh, directory)
         self.model = load(config.model, mesh, **vars(config.recipe))
+        if isinstance(config.objective_options, Embedding):
+            add_embedding_files(self.model, query_prompt=config.embedding.query_prompt)
         if config.save.export:
             self._check_export()
         # Before a checkpoint is loaded: the model is the reference.
@@ -95,7 +100,8 @@ class Trainer:
         self.data = replace(self.data, values=own)
         held_out = {name: replace(x, values=v) for (name, x), v in zip(held_out.items(), others, strict=True)}
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data, reference.key)
+        self.position = position_of(config, self.engine, self.data, reference.key or fields.key)
+        self.prepare = fields.of(self.model)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
@@ -115,7 +121,7 @@ class Trainer:
         with handle_signals() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
             loop = Loop(
                 self.engine, self.feed, self.data.num_steps, self.position, self.out, _loop_options(self.config), stop,
-                _speed(self.model), self.sinks, self.held_out, self.sample, profiler.step,
+                _speed(self.model), self.sinks, self.held_out, self.sample, self.prepare, profiler.step,
             )  # fmt: skip
             loop.begin(self._start_metrics())
             yield from loop.steps()

@@ -1,0 +1,56 @@
+"""Fields that an objective needs in every batch: the words of a teacher, the answers of a reranker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..data import Batch
+from ..engine import Model, load
+from ..mesh import Mesh
+from ..objectives import Distill, Rerank, TeacherScores, check_vocabularies
+from ..weights import local_directory, path_of
+from .config import Config
+from .data_sources import RowReader, answer_ids
+from .reference_scores import weights_checksum
+
+Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
+
+
+class BatchFields:
+    """Adds the fields of an objective to the batches of a step.
+
+    `key`: what they depend on, apart from the batches; a resumed run must have the same.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, directory: Path) -> None:
+        self.key, self._teacher, self._scores, self._answers = "", None, None, (0, 0)
+        self._objective = objective = config.objective_options
+        if isinstance(objective, Distill) and config.distill.scores:
+            self._scores = TeacherScores(path_of(config.distill.scores), objective)
+            self.key = str(self._scores.about["teacher"])
+        elif isinstance(objective, Distill):
+            # A teacher has the layout of the student, and no weights that are trained.
+            recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
+            teacher = local_directory(config.distill.teacher, mesh)
+            self._teacher, self.key = load(teacher, mesh, **vars(recipe)), weights_checksum(teacher, mesh)
+        elif isinstance(objective, Rerank):
+            self._answers = answer_ids(RowReader.of(config, directory, path_of(config.cache)))
+
+    def of(self, model: Model) -> Prepare:
+        """Return the function that adds them, for a model. It is collective for a teacher on the mesh."""
+        if self._teacher is not None:
+            check_vocabularies(self._teacher, model)
+        if isinstance(self._objective, Distill):
+            return lambda batches: self._of_teacher(batches, model)
+        if isinstance(self._objective, Rerank):
+            return lambda batches: [Rerank.with_answers(batch, self._answers) for batch in batches]
+        return lambda batches: batches
+
+    def _of_teacher(self, batches: Sequence[Batch], model: Model) -> list[Batch]:
+        assert isinstance(self._objective, Distill), "the caller has looked"
+        if self._teacher is not None:
+            return self._objective.ask(self._teacher, batches, model)
+        assert self._scores is not None, "it is one or the other"
+        return [self._scores.add_to(batch, model.blueprint.vocab) for batch in batches]
