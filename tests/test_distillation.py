@@ -234,8 +234,8 @@ def test_losses_and_gradients_are_those_by_hand(
             assert loss == pytest.approx(wanted_loss, rel=1e-9), name
             assert metrics == pytest.approx(wanted_metrics, rel=1e-9), name
             assert rank or worst(grads, wanted_grads) < 1e-9, name
-        for found, right in zip(made["ids"], wanted["ids"], strict=True):
-            assert torch.equal(found, right)
+        for got, right in zip(made["ids"], wanted["ids"], strict=True):
+            assert torch.equal(got, right)
         torch.testing.assert_close(made["logprobs"], wanted["logprobs"], rtol=1e-9, atol=1e-12)
 
 
@@ -254,8 +254,8 @@ def test_a_small_rest_is_right_in_float32(kind: str, distance: float) -> None:
         value = divergence(*logs, torch.ones(1, 2, dtype=torch.bool), kind=kind)
         return value.detach().double(), torch.autograd.grad(value.sum(), logits)[0].double()
 
-    for found, right in zip(differentiated(torch.float32), differentiated(torch.float64), strict=True):
-        assert (found - right).abs().max() <= 2e-6
+    for got, right in zip(differentiated(torch.float32), differentiated(torch.float64), strict=True):
+        assert (got - right).abs().max() <= 2e-6
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse"])

@@ -168,7 +168,8 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
     # A weight of NaN or infinity would make the divisor of the whole step NaN, and name no position.
     weights = batch.fields.get(WEIGHT)
     if weights is not None and weights.dim() > 1:
-        raise DataError(f"the field {WEIGHT!r} has shape {tuple(weights.shape)}; give one weight a token")
+        tokens = counted(len(batch), "token")
+        raise DataError(f"the field {WEIGHT!r} has shape {tuple(weights.shape)} for {tokens}; give one weight a token")
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")

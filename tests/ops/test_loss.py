@@ -80,7 +80,7 @@ def test_logits_over_a_temperature(entropy, temperature):
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize(("temperature", "of_words"), [(1.0, 1.0), (1.0, 2.0), (0.7, 0.7), (2.0, 0.5)])
 def test_given_words(monkeypatch, entropy, temperature, of_words):
-    """In chunks of 4 tokens, of which 2 rows are widened at a time."""
+    """In chunks of 4 tokens, with 2 rows widened at a time."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)
     columns = [n for n in range(8) if entropy or n != 2]
