@@ -201,7 +201,8 @@ def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], dict[str
     model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float64, head="value" if loss == "critic" else "lm")
     engine = mw.Engine(model, lr=1e-3, entropy=loss != "critic", temperature=1.0 if loss == "critic" else TEMPERATURE)
     engine.loss = mw.Loss(lambda s, f, docs: whole(s, f), per="micro_batch", normalise=False)
-    engine.backward([mw.pack([x.tolist() for x in data["input_ids"].unbind()])])
+    documents = [x.tolist() for x in data["input_ids"].unbind()]
+    engine.backward([mw.pack(documents, labels=documents if loss == "critic" else None)])  # a value for each token
     return found["loss"], mw.gather(model, "grad"), found["scores"]
 
 
