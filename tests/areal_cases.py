@@ -117,11 +117,13 @@ def case(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for losses in (("ppo", "answers"), ("critic",)):
-        engine = engine_of(config_of(source, losses[0], optim=dict(weight_decay=0.0)), mesh)
+        engine = engine_of(config_of(source, losses[0]), mesh)
+        if "fsdp" not in mesh:  # one micro-batch
+            engine.config.mb_spec.max_tokens_per_mb = None
         grads, scores = grads_of(engine), engine.forward(share(engine))
         for loss in losses:
             calls = LOSSES[loss], WEIGHTS[loss]
-            judged = float(engine.eval().eval_batch(share(engine), *calls)) if loss != "answers" else None
+            judged = float(engine.eval().eval_batch(share(engine), *calls)) if loss == "critic" else None
             step = engine.train().train_batch(share(engine), *calls)
             kept = {"grads": grads.pop(), "step": step, "judged": judged, "scores": scores}
             found[loss] = {**kept, "head": engine.is_data_parallel_head()}
@@ -169,7 +171,7 @@ def refusal(act: Callable[[], Any]) -> str:
 
 def contract(source: Path, at: Path) -> dict[str, Any]:
     """Ranks, skipped updates, offload, files, weights for servers, refusals."""
-    engine = engine_of(config_of(source, mb_spec=fake_areal.MicroBatchSpec(n_mbs=2)), dict(fsdp=2))
+    engine = engine_of(config_of(source, mb_spec=fake_areal.MicroBatchSpec()), dict(fsdp=2))
     found: dict[str, Any] = {}
     calls = plain, count
     step = lambda: engine.train_batch(share(engine), *calls)  # noqa: E731 - short
@@ -248,12 +250,13 @@ def refused(engine: Any, parallel: Any) -> dict[str, str]:
         "weights": lambda: engine.train_batch(given, plain, lambda mb: torch.tensor(0)),
         "loss": lambda: engine.train_batch(given, broken, calls[1]),
         "judge": lambda: engine.eval_batch(given, broken, calls[1]),
-        "too many": lambda: engine.forward({name: x[:1] for name, x in given.items()} if rank else given),
+        "too few": lambda: engine.forward({name: x[:1] for name, x in given.items()} if rank else given),
         "logits": lambda: engine.forward_backward_batch([], None),
         "format": lambda: engine.save(SaveLoadMeta("x", "gguf", with_optim=False)),
         "awex": lambda: engine.update_weights(WeightUpdateMeta("awex")),
         "stages": lambda: engine.update_weights(WeightUpdateMeta("xccl", gen_allocation=staged)),
     }
+    engine.config.mb_spec.n_mbs = 2
     return {name: refusal(act) for name, act in acts.items()}
 
 

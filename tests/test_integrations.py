@@ -201,7 +201,7 @@ def test_steps_of_areal_equal_those_of_the_whole_batch_at_once(source: Path, mes
     ranks = [each[loss] for each in world(source)(("areal", trials.named(mesh)))]
     assert far(ranks[0]["grads"], grads) < 1e-9
     norm = float(torch.stack([x.norm() for x in grads.values()]).norm())
-    num = 3 if "fsdp" in mesh else 4  # micro-batches that the data rank needs that needs most
+    num = 3 if "fsdp" in mesh else 1  # micro-batches that the data rank needs that needs most
     for each in ranks:
         if each["judged"] is not None:
             assert each["judged"] == pytest.approx(total, rel=1e-6)  # float32, as AReaL has it
@@ -238,7 +238,7 @@ def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
         for name, words in {
             "pictures": "train on text", "gap": "attention_mask has a gap", "mask": "no attention_mask",
             "lengths": "output_seqlens", "weights": "sum to 0", "loss": "fails on one data rank",
-            "judge": "fails on one data rank", "too many": "too few", "logits": "whole logits", "format": "gguf",
+            "judge": "fails on one data rank", "too few": "too few", "logits": "whole logits", "format": "gguf",
             "awex": "awex", "stages": "2 pipeline stages",
         }.items():  # fmt: skip
             assert words in found["refused"][name], (name, found["refused"][name])
