@@ -21,7 +21,6 @@ from torch import Tensor
 from .. import api as mw
 from . import jagged
 
-_NO_LIMIT = 1 << 40  # tokens of a micro-batch without max_tokens_per_mb
 _PICTURES = ("pixel_values", "image_grid_thw", "video_grid_thw")
 
 
@@ -74,7 +73,7 @@ def _checked(input_: Any, spec: Any) -> tuple[dict[str, Any], Any]:
 def _groups(sizes: Sequence[int], spec: Any, num: int) -> list[list[int]]:
     """Return the rows of each micro-batch, at least `num` of them."""
     units = torch.tensor(sizes).view(-1, spec.granularity)
-    wanted = MicroBatchSpec.new(spec, n_mbs=num, max_tokens_per_mb=spec.max_tokens_per_mb or _NO_LIMIT)
+    wanted = MicroBatchSpec.new(spec, n_mbs=num, max_tokens_per_mb=spec.max_tokens_per_mb or sum(sizes) + 1)
     rows = torch.arange(len(sizes)).view(-1, spec.granularity)
     return [rows[group].flatten().tolist() for group in allocate_balanced_mbs(wanted, units.sum(1).tolist())]
 

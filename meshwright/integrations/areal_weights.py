@@ -24,7 +24,6 @@ from ..weight_sync.buckets import exhaust
 from .options import dtype_of
 
 _GROUP = "update_weight_group"
-_SECONDS = 120  # for which servers can find that the weights are on disk
 _FORMATS = ("hf", "dcp")
 
 
@@ -105,7 +104,7 @@ class Rollout:
             self.engine.pause_generation()
             read = self.engine.update_weights_from_disk(meta)
             name = names.update_weights_from_disk(config.experiment_name, config.trial_name, version)
-            name_resolve.add(name, str(time.time()), keepalive_ttl=_SECONDS)
+            name_resolve.add(name, str(time.time()), keepalive_ttl=120)  # seconds, as in AReaL
             read.result()
             self.engine.continue_generation()
 
