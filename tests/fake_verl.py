@@ -5,15 +5,15 @@ Only names and arguments follow verl 0.9.1 (`tests/verl_0_9_1.json`, compared wi
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests import fake_modules
 
 
 class Data(dict[str, Any]):
@@ -166,21 +166,6 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    """Pretend that verl is installed, while the body runs."""
-    made = {}
-    for name, values in _MODULES.items():
-        module = made[name] = ModuleType(name)
-        vars(module).update(values)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(made[parent], last, module)
-    kept = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "verl"}
-    sys.modules.update(made)
-    try:
-        yield
-    finally:
-        for name in made:
-            del sys.modules[name]
-        sys.modules.update(kept)
+def installed() -> AbstractContextManager[None]:
+    """Pretend that verl is installed."""
+    return fake_modules.installed(_MODULES)

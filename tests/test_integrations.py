@@ -1,4 +1,4 @@
-"""The backend of verl without verl: its methods by name, and its numbers against one process and plain logits."""
+"""The engines of verl and AReaL without verl and AReaL: their methods, and their numbers against one process."""
 
 from __future__ import annotations
 
@@ -6,340 +6,164 @@ import ast
 import functools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors.torch import load_file
 
-import meshwright as mw
-from tests import fake_verl, parts, tiny, trials, worlds
-from tests.fake_verl import Data, jagged
+from tests import areal_cases, fake_areal, parts, tiny, trials, verl_cases, worlds
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "meshwright" / "integrations" / "verl.py"
-CONTRACT = json.loads((Path(__file__).parent / "verl_0_9_1.json").read_text())
-SIZES, PROMPT, TEMPERATURE = [9, 4, 13, 3, 6, 11], 2, 0.7
+ROOM = ROOT / "meshwright" / "integrations"
+VERL, AREAL = (
+    json.loads((Path(__file__).parent / name).read_text()) for name in ("verl_0_9_1.json", "areal_1_0_4.json")
+)
 MESHES: list[dict[str, int]] = [dict(fsdp=2), dict(tp=2), *([dict(cp=2), dict(pp=2)] if parts.ALL else [])]
+FRAMEWORKS: dict[str, Any] = {"verl": verl_cases, "areal": areal_cases}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.directory(tmp_path_factory.mktemp("verl") / "qwen3", "qwen3")
+    return tiny.directory(tmp_path_factory.mktemp("integrations") / "qwen3", "qwen3")
 
 
-def backend() -> Any:
-    """The module, imported with the names of verl that it uses."""
-    with fake_verl.installed():
-        sys.modules.pop("meshwright.integrations.verl", None)
-        import meshwright.integrations.verl as module
+@functools.cache
+def world(source: Path) -> worlds.Shared[Any, list[Any]]:
+    """All cases in one world: a world of its own for each would cost more than the case. Answers of all ranks."""
+    cases: dict[Any, Any] = {}
+    for name, module in FRAMEWORKS.items():
+        for mesh in MESHES:
+            cases[name, trials.named(mesh)] = functools.partial(module.case, source, mesh)
+        cases[name] = functools.partial(module.contract, source, source.parent / name)
+        (source.parent / name).mkdir()
+    # Last: here ranks make unequal numbers of models, and later models of all ranks would not agree on theirs.
+    cases |= {(name, "one"): functools.partial(by_hand, module, source) for name, module in FRAMEWORKS.items()}
+    return worlds.Shared([list(cases)], lambda _: worlds.in_turn(2, cases))
 
-    return module
+
+def by_hand(module: Any, source: Path) -> dict[str, Any]:
+    """Each rank is one process, and takes its share of the losses."""
+    return {loss: module.by_hand(source, loss) for loss in list(module.LOSSES)[dist.get_rank() :: 2]}
 
 
-# Methods and arguments
+def one_process(source: Path, name: str, loss: str) -> Any:
+    """Loss, gradients and scores of the whole batch at once."""
+    first, second = world(source)((name, "one"))
+    return {**first, **second}[loss]
 
 
-def methods(name: str) -> dict[str, list[str]]:
+def far(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest relative distance of two sets of gradients."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
+
+
+# Methods, arguments, imports
+
+
+def methods(file: str, name: str) -> dict[str, list[str]]:
     """The methods of a class and its bases in the file, with their arguments."""
-    classes = {each.name: each for each in ast.parse(SOURCE.read_text()).body if isinstance(each, ast.ClassDef)}
+    classes = {each.name: each for each in ast.parse((ROOM / file).read_text()).body if isinstance(each, ast.ClassDef)}
     bases = [each.id for each in classes[name].bases if isinstance(each, ast.Name) and each.id in classes]
     found: dict[str, list[str]] = {}
     for each in bases:
-        found |= methods(each)
+        found |= methods(file, each)
     for node in classes[name].body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = [a.arg for a in node.args.args][1:] + ([node.args.kwarg.arg] if node.args.kwarg else [])
+            more = [each.arg for each in (node.args.vararg, node.args.kwarg) if each]
+            found[node.name] = [each.arg for each in node.args.args][1:] + more
     return found
 
 
 @pytest.mark.parametrize("name", ["MeshwrightEngine", "MeshwrightValueEngine"])
 def test_all_methods_of_verls_abstract_engine_are_there_with_its_arguments(name: str) -> None:
-    found = methods(name)
-    assert found["__init__"] == CONTRACT["constructor"]
-    for method, arguments in CONTRACT["methods"].items():
-        if method not in CONTRACT["inherited"]:
+    found = methods("verl.py", name)
+    assert found["__init__"] == VERL["constructor"]
+    for method, arguments in VERL["methods"].items():
+        if method not in VERL["inherited"]:
             assert method in found, f"{method} is missing"
             assert set(arguments) <= set(found[method]), (method, arguments, found[method])
-    assert set(CONTRACT["properties"]) <= found.keys()
+    assert set(VERL["properties"]) <= found.keys()
 
 
-def test_verl_is_imported_in_its_own_module_only() -> None:
+def test_all_methods_of_areals_abstract_engine_are_there_with_its_arguments() -> None:
+    found = methods("areal_engine.py", "MeshwrightEngine")
+    assert found["initialize"] == ["addr", "ft_spec", "args", "kwargs"]
+    for method, arguments in AREAL["abstract"].items():
+        assert method in found, f"{method} is missing"
+        assert method == "initialize" or found[method] == arguments, (method, arguments, found[method])
+    assert found["destroy"] == AREAL["inherited"]["destroy"]
+
+
+def test_fake_configs_have_fields_and_defaults_of_areal() -> None:
+    for name, known in AREAL["fields"].items():
+        fake = {"FinetuneSpec": {}}.get(name) or getattr(fake_areal, name)
+        if name not in ("FinetuneSpec", "MicroBatchList"):
+            for field in fake.__dataclass_fields__.values():
+                assert field.name in known, (name, field.name)
+                if isinstance(field.default, bool | int | float) or (field.default and isinstance(field.default, str)):
+                    assert field.default == known[field.name] or field.name in ("experiment_name", "trial_name"), field
+
+
+def test_what_is_imported_of_areal_is_in_its_contract() -> None:
+    known = {name for module in AREAL["functions"].values() for name in module} | {*AREAL["fields"]}
+    known |= {"TrainEngine", "ModelAllocation", "DeviceRuntimeInfo", "DistRolloutCoordinator", "current_platform"}
+    known |= {"DIST_GROUP_DEFAULT_TIMEOUT", "name_resolve", "names", "perf_tracer", "stats_tracker"}
+    for path in ROOM.glob("areal*.py"):
+        tree = ast.parse(path.read_text())
+        named = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level
+                 and (node.module or "").startswith("areal") for alias in node.names}  # fmt: skip
+        assert named <= known, (path.name, named - known)
+
+
+def test_a_framework_is_imported_in_modules_of_its_name_only() -> None:
     for path in (ROOT / "meshwright").rglob("*.py"):
-        imported = [
-            alias.name if isinstance(node, ast.Import) else node.module or ""
-            for node in ast.walk(ast.parse(path.read_text()))
+        text = path.read_text()
+        if not any(name in text for name in FRAMEWORKS):
+            continue
+        imported = {
+            (alias.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
+            for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
             for alias in node.names
-        ]
-        assert path == SOURCE or not any(name.split(".")[0] == "verl" for name in imported), path
+        }
+        for name in FRAMEWORKS:
+            assert name not in imported or (path.parent == ROOM and path.name.startswith(name)), path
 
 
-# Numbers
+# verl
 
 
-def rows_of(numbers: range) -> Data:
-    """Some rows of a global batch."""
-    draw = torch.Generator().manual_seed(5)
-    fields: dict[str, list[Tensor]] = {}
-    for size in SIZES:
-        noise = torch.randn(3, size, generator=draw, dtype=torch.float64)
-        mask = (torch.arange(size) >= PROMPT).long()
-        mask[-1] = size % 2
-        of_row = dict(
-            input_ids=torch.randint(0, 131, (size,), generator=draw), position_ids=torch.arange(size), loss_mask=mask,
-            old=-4.9 + 0.2 * noise[0],
-            advantage=noise[1], target=noise[2],
-        )  # fmt: skip
-        for name, x in of_row.items():
-            fields.setdefault(name, []).append(x)
-    tensors = {name: jagged([x[n] for n in numbers]) for name, x in fields.items()}
-    return Data(tensors, temperature=TEMPERATURE, calculate_entropy=True, return_model_output=True)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """Values over tokens at the terms that predict them, as verl's losses shift masks."""
-    return torch.roll(x.values(), -1)
-
-
-def sft(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """A mean over the tokens of the whole batch: the caller's factor of the mean over data ranks is `dp_size`."""
-    total = (model_output["log_probs"].values() * shifted(data["loss_mask"])).sum()
-    return -total / data["batch_num_tokens"] * data["dp_size"], {}
-
-
-def answers(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """A ratio for each whole answer, clipped, with entropy and a figure (GSPO)."""
-    offsets = data["input_ids"].offsets()
-    of_row = lambda x: x.split(offsets.diff().tolist())  # noqa: E731 - short
-    mask, change = of_row(shifted(data["loss_mask"])), model_output["log_probs"].values() - data["old"].values()
-    entropy, gain = of_row(model_output["entropy"].values()), of_row(data["advantage"].values())
-    terms = []
-    for c, m, e, g in zip(of_row(change), mask, entropy, gain, strict=True):
-        ratio = ((c * m).sum() / m.sum()).exp()
-        terms.append(-torch.minimum(ratio * g.mean(), ratio.clamp(0.9, 1.1) * g.mean()) - 0.1 * (e * m).mean())
-    loss = torch.stack(terms).sum() / len(SIZES) * data["dp_size"]
-    return loss, {"pg": loss.item()}
-
-
-def critic(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    error = (model_output["values"].values() - data["target"].values()).square() * shifted(data["loss_mask"])
-    return error.sum() / data["batch_num_tokens"] * data["dp_size"], {}
-
-
-LOSSES: dict[str, Any] = {"sft": sft, "answers": answers, "critic": critic}
-
-
-def engine_of(source: Path, mesh: dict[str, int], loss: str = "sft", **changes: Any) -> Any:
-    if not dist.is_initialized():
-        mw.Mesh(**mesh, device="cpu")  # it joins the process group, as verl does before it makes an engine
-    module = backend()
-    kind = "value_model" if loss == "critic" else "language_model"
-    optim = fake_verl.OptimizerConfig(**changes.pop("optim", {}))
-    model = fake_verl.ModelConfig(path=str(source), **changes.pop("model", {}))
-    config = module.MeshwrightEngineConfig(mesh=mesh, dtype="float64", **changes)
-    engine = fake_verl.EngineRegistry.engines[kind, "meshwright"](model, config, optim, None)
-    engine.initialize()
-    return engine
-
-
-def share(engine: Any) -> Data:
-    num = len(SIZES) // engine.get_data_parallel_size()
-    return rows_of(range(engine.get_data_parallel_rank() * num, (engine.get_data_parallel_rank() + 1) * num))
-
-
-def case(source: Path, mesh: dict[str, int], loss: str) -> dict[str, Any]:
-    """Gradients, two steps, and values that only score."""
-    engine = engine_of(source, mesh, loss)
-    first = engine.forward_backward_batch(share(engine), LOSSES[loss], forward_only=True)
-    with engine.train_mode(zero_grad_on_exit=False):
-        out = engine.forward_backward_batch(share(engine), LOSSES[loss])
-        grads = {name: x.clone() for name, x in mw.gather(engine.model, "grad").items()}
-        engine.optimizer_zero_grad()
-        norms = [engine.train_batch(share(engine), LOSSES[loss])["metrics"].get("grad_norm") for _ in range(2)]
-    lr = engine.lr_scheduler_step()
-    with engine.eval_mode():
-        scored = engine.forward_backward_batch(share(engine), LOSSES[loss], forward_only=True)
-        unscored = engine.forward_backward_batch(share(engine), None, forward_only=True)
-    plain = lambda o: {name: [x.clone() for x in rows.unbind()] for name, rows in o["model_output"].items()}  # noqa: E731
-    return {
-        "grads": grads, "norms": norms, "lr": lr, "loss": sum(out["loss"]), "metrics": out["metrics"],
-        "output": plain(out), "first": plain(first), "scored": plain(scored), "judged": sum(scored["loss"]),
-        "same": plain(unscored),
-        "source": engine.is_mp_src_rank_with_outputs(), "data_rank": engine.get_data_parallel_rank(),
-    }  # fmt: skip
-
-
-_runs: dict[str, dict[str, list[Any]]] = {}
-
-
-def run(source: Path, mesh: dict[str, int]) -> dict[str, list[Any]]:
-    key = trials.named(mesh)
-    if key not in _runs:
-        cases = {loss: functools.partial(case, source, mesh, loss) for loss in LOSSES}
-        _runs[key] = worlds.in_turn(math.prod(mesh.values()), cases)
-    return _runs[key]
-
-
-def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss of the whole batch at once, and its gradient by autograd through one long forward: the engine's own loss
-    is a sum over `scores` times the derivative of verl's loss for them."""
-    data, found = rows_of(range(len(SIZES))), dict[str, Any]()
-    data.update(dp_size=1, batch_num_tokens=int(data["loss_mask"].values().sum()))
-
-    def whole(scores: Any, fields: Any) -> Tensor:
-        names = dict(logprobs="log_probs", entropy="entropy", values="values")
-        offsets = data["input_ids"].offsets()
-        output = {names[k]: torch.nested.nested_tensor_from_jagged(x, offsets) for k, x in scores.items()}
-        value, _ = LOSSES[loss](output, data)
-        found.update(loss=value.item(), scores={names[k]: x.detach() for k, x in scores.items()})
-        return value
-
-    model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float64, head="value" if loss == "critic" else "lm")
-    engine = mw.Engine(model, lr=1e-3, entropy=loss != "critic", temperature=1.0 if loss == "critic" else TEMPERATURE)
-    engine.loss = mw.Loss(lambda s, f, docs: whole(s, f), per="micro_batch", normalise=False)
-    engine.backward([mw.pack([x.tolist() for x in data["input_ids"].unbind()])])
-    return found["loss"], mw.gather(model, "grad"), found["scores"]
-
-
-@functools.cache
-def expected(source: Path) -> dict[str, Any]:
-    cases = {loss: functools.partial(by_hand, source, loss) for loss in LOSSES}
-    return {loss: found[0] for loss, found in worlds.in_turn(1, cases).items()}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", verl_cases.LOSSES)
 @pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
-def test_steps_equal_those_of_the_whole_batch_at_once(source: Path, mesh: dict[str, int], loss: str) -> None:
-    total, grads, scores = expected(source)[loss]
-    ranks = run(source, mesh)[loss]
+def test_steps_of_verl_equal_those_of_the_whole_batch_at_once(source: Path, mesh: dict[str, int], loss: str) -> None:
+    total, grads, scores = one_process(source, "verl", loss)
+    ranks = [each[loss] for each in world(source)(("verl", trials.named(mesh)))]
     sources = sorted((each for each in ranks if each["source"]), key=lambda each: each["data_rank"])
     assert len(sources) == mesh.get("fsdp", 1)
-    found = ranks[0]["grads"]
-    assert found.keys() == grads.keys()
-    worst = max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in grads.items())
-    assert worst < 1e-9, worst
+    assert far(ranks[0]["grads"], grads) < 1e-9
     norm = float(torch.stack([x.norm() for x in grads.values()]).norm())
-    for each in sources:
-        assert each["norms"][0] == pytest.approx(norm, rel=1e-9)
-        assert each["norms"][1] != each["norms"][0]
+    for each in sources if loss != "sft" else ():  # whose engine takes its step with another loss
+        assert each["norm"] == pytest.approx(norm, rel=1e-9)
         assert each["lr"] == pytest.approx(1e-3 * (1 + math.cos(math.pi / 10)) / 2)
     # verl reports the mean over data ranks of the sums over micro-batches
     assert sum(each["loss"] for each in sources) / len(sources) == pytest.approx(total, rel=1e-9)
     if loss == "answers":
         assert sum(sum(each["metrics"]["pg"]) for each in sources) / len(sources) == pytest.approx(total, rel=1e-9)
     for name, flat in scores.items():  # in the caller's order
-        wanted = flat.split(SIZES)
+        wanted = flat.split(verl_cases.SIZES)
         rows = [row for key in ("output", "first") for each in sources for row in each[key][name]]
         for row, x in zip(rows, [*wanted, *wanted], strict=True):
             label = slice(None) if name == "values" else slice(-1)  # the last token predicts nothing
             assert torch.allclose(row[label], x[label], rtol=0, atol=1e-9)
             assert len(row) == len(x)
-        assert all(
-            torch.equal(a, b)
-            for each in sources
-            for a, b in zip(each["scored"][name], each["same"][name], strict=False)
-        )
-        assert not torch.allclose(sources[0]["scored"][name][0][:-1], wanted[0][:-1], atol=1e-6)  # after two steps
 
 
-# The rest of the contract, in one world
-
-
-def contract(source: Path, at: Path) -> dict[str, Any]:
-    """Skipped updates, offload, checkpoints, weights for a rollout, refusals."""
-    engine = engine_of(source, dict(fsdp=2))
-    found: dict[str, Any] = {}
-    before = {name: x.clone() for name, x in mw.gather(engine.model).items()}
-    nan = lambda model_output, data, dp_group=None: (sft(model_output, data)[0] * math.nan, {})  # noqa: E731 - short
-    found["skipped"] = engine.train_batch(share(engine), nan)["metrics"]["grad_norm"]
-    found["unchanged"] = all(torch.equal(x, before[name]) for name, x in mw.gather(engine.model).items())
-
-    engine.train_batch(share(engine), sft)
-    engine.lr_scheduler_step()
-    engine.save_checkpoint(str(at / "global_step_1"), global_step=1, max_ckpt_to_keep=1)
-    one = engine.train_batch(share(engine), sft)["metrics"]["grad_norm"]
-    engine.lr_scheduler_step()
-    engine.load_checkpoint(str(at / "global_step_1"))
-    engine.load_checkpoint(None)
-    found["resumed"] = one, engine.train_batch(share(engine), sft)["metrics"]["grad_norm"], engine.engine.lr
-    engine.save_checkpoint(str(at / "global_step_2"), global_step=2, max_ckpt_to_keep=1)
-    dist.barrier()
-    found["kept"] = sorted(path.name for path in at.iterdir())
-
-    engine._move(wake=False, weights=True, optimizer=True)
-    engine._move(wake=False, weights=True, optimizer=True)  # twice does no harm
-    engine._move(wake=True, weights=True, optimizer=False)
-    found["asleep"] = len(engine.forward_backward_batch(share(engine), None, forward_only=True)["loss"])
-    engine._move(wake=True, weights=False, optimizer=True)
-    found["awake"] = engine.train_batch(share(engine), sft)["metrics"]["grad_norm"]
-
-    weights, peft = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
-    found["weights"], found["peft"] = {name: tuple(x.shape) for name, x in weights}, peft
-    found["refused"] = {
-        name: refusal(functools.partial(engine.forward_backward_batch, Data(share(engine), **change), sft))
-        for name, change in {
-            "pictures": dict(multi_modal_inputs=[{"pixel_values": 1}]),
-            "top-k": dict(distillation_use_topk=True),
-            "temperatures": dict(temperature=torch.tensor([0.5, 1.0, 1.0])),
-            "padded": dict(input_ids=torch.zeros(3, 5, dtype=torch.int64)),
-            "positions": dict(position_ids=share(engine)["input_ids"]),
-            "one rank": dict(calculate_sum_pi_squared=engine.get_data_parallel_rank() == 1),
-        }.items()
-    }
-
-    def broken(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        if engine.get_data_parallel_rank():
-            raise ValueError("a loss fails on one data rank")
-        return sft(model_output, data)
-
-    for name, only in (("train", False), ("score", True)):
-        found[f"loss of {name}"] = refusal(lambda only=only: engine.forward_backward_batch(share(engine), broken, only))
-    options = engine.engine.optimizer.options
-    found["options"] = engine.engine.max_norm, options.betas, options.weight_decay, engine.engine.steps
-    found["frozen"] = frozen(source)
-    found["adapters"] = adapters(source)
-    return found
-
-
-def refusal(act: Any) -> str:
-    try:
-        act()
-    except (mw.MeshwrightError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def frozen(source: Path) -> tuple[int, str]:
-    """A reference policy."""
-    engine = engine_of(source, dict(fsdp=2), forward_only=True)
-    engine._move(wake=False, weights=True, optimizer=True)
-    engine._move(wake=True, weights=True, optimizer=True)
-    with engine.eval_mode():
-        num = len(engine.forward_backward_batch(share(engine), None, forward_only=True)["loss"])
-    assert not engine.model.trained
-    return num, refusal(lambda: engine.train_batch(share(engine), sft))
-
-
-def adapters(source: Path) -> tuple[bool, str, int]:
-    """LoRA: the reference without adapters, and weights for a rollout."""
-    engine = engine_of(source, dict(fsdp=2), model=dict(lora_rank=2, target_modules=["q_proj", "v_proj"]))
-    values = lambda: engine.forward_backward_batch(share(engine), None, forward_only=True)["model_output"]["log_probs"]  # noqa: E731
-    base = values().values()
-    engine.train_batch(share(engine), sft)
-    with engine.disable_adapter():
-        same = torch.equal(values().values(), base)
-    changed = not torch.equal(values().values(), base)
-    refused = refusal(engine.get_per_tensor_param)
-    engine.model_config.lora["merge"] = True
-    return same and changed, refused, len(dict(engine.get_per_tensor_param()[0]))
-
-
-def test_the_rest_of_the_contract(source: Path, tmp_path: Path) -> None:
-    ranks = worlds.run(2, contract, source, tmp_path, seconds=90)
+def test_the_rest_of_the_contract_of_verl(source: Path) -> None:
+    ranks = world(source)("verl")
     for found in ranks:
         assert math.isnan(found["skipped"])
         assert found["unchanged"]
@@ -347,7 +171,7 @@ def test_the_rest_of_the_contract(source: Path, tmp_path: Path) -> None:
         assert one == again
         assert lr == pytest.approx(1e-3 * (1 + math.cos(math.pi / 10)) / 2)
         assert found["kept"] == ["global_step_2"]
-        assert found["asleep"] == 2
+        assert found["asleep"] == (2, True)
         assert math.isfinite(found["awake"])
         assert found["peft"] is None
         assert found["options"] == (0.5, (0.9, 0.999), 0.01, 3)
@@ -365,3 +189,76 @@ def test_the_rest_of_the_contract(source: Path, tmp_path: Path) -> None:
         assert "model.lora.merge=True" in refused
         assert num == len(found["weights"])  # merged: no factors
     assert all(found["weights"]["model.norm.weight"] == (36,) for found in ranks)  # on every rank
+
+
+# AReaL
+
+
+@pytest.mark.parametrize("loss", areal_cases.LOSSES)
+@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+def test_steps_of_areal_equal_those_of_the_whole_batch_at_once(source: Path, mesh: dict[str, int], loss: str) -> None:
+    total, grads, scores = one_process(source, "areal", loss)
+    ranks = [each[loss] for each in world(source)(("areal", trials.named(mesh)))]
+    assert far(ranks[0]["grads"], grads) < 1e-9
+    norm = float(torch.stack([x.norm() for x in grads.values()]).norm())
+    num = 3 if "fsdp" in mesh else 1  # micro-batches that the data rank needs that needs most
+    for each in ranks:
+        if each["judged"] is not None:
+            assert each["judged"] == pytest.approx(total, rel=1e-6)  # float32, as AReaL has it
+        assert each["step"]["grad_norm"] == pytest.approx(norm, rel=1e-9)
+        assert (each["step"]["update_successful"], each["step"]["num_micro_batches"]) == (1.0, num)
+        assert each["step"]["lr"] == 0.0  # warm-up
+    rows = [row for each in ranks if each["head"] for row in each["scores"]]
+    for size, row, x in zip(areal_cases.SIZES, rows, scores.split(areal_cases.SIZES), strict=True):
+        assert torch.allclose(row[:size], x, rtol=0, atol=1e-9)
+        assert not row[size:].any()
+
+
+def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
+    ranks = world(source)("areal")
+    for rank, found in enumerate(ranks):
+        assert found["groups"] == [[0, 1], [rank], [0, 1]]
+        assert found["head"] == (rank, rank, 2)
+        assert found["listed"]
+        assert found["skipped"][0] == 0.0
+        assert math.isnan(found["skipped"][1])
+        assert found["skipped"][2]
+        refused, awake, offloaded = found["asleep"]
+        assert "sleep" in refused
+        assert not offloaded  # training wakes it
+        saved, norms, lr, steps = found["resumed"]
+        assert awake == saved
+        assert norms[0] == norms[1]
+        assert found["still offloaded"]
+        assert (lr, steps) == (5e-4, 2)
+        judged, steps, has_state = found["loaded"]
+        assert judged == pytest.approx(saved, rel=1e-6)
+        assert (steps, has_state) == (2, True)
+        assert found["files"] == ["step-000002"]
+        for name, words in {
+            "pictures": "train on text", "gap": "attention_mask has a gap", "mask": "no attention_mask",
+            "lengths": "output_seqlens", "weights": "sum to 0", "loss": "fails on one data rank",
+            "judge": "fails on one data rank", "too few": "too few", "logits": "whole logits", "format": "gguf",
+            "awex": "awex", "stages": "2 pipeline stages",
+        }.items():  # fmt: skip
+            assert words in found["refused"][name], (name, found["refused"][name])
+        for name, reason in found["configs"].items():
+            assert name in reason, (name, reason)
+        changed, untrained, adapters, scale = found["reference"]
+        assert changed
+        assert "optimizer=None" in untrained
+        assert "weight_update_mode='disk'" in adapters
+        assert scale == 2.0
+    calls, _ = ranks[0]["disk"]
+    update = source.parent / "areal" / "update"
+    assert calls == ["pause", f"read {update}", "continue"]
+    found = load_file(update / "model.safetensors")
+    assert {name: x.shape for name, x in found.items()} == {k: x.shape for k, x in ranks[0]["weights"].items()}
+    assert {x.dtype for x in found.values()} == {torch.float64}
+    calls, specs = ranks[0]["network"]
+    assert calls == ["join update_weight_group", "pause", *["receive"] * len(specs), "continue"]
+    for spec, sent, (name, x) in zip(specs, ranks[0]["sent"], ranks[0]["weights"].items(), strict=True):
+        assert spec == f"{name} float64 {tuple(x.shape)}"
+        assert torch.allclose(sent, x.double())
+    assert ranks[1]["network"] == ([], [])
+    assert (source.parent / "areal" / "files-adapters" / "adapter_model.safetensors").is_file()

@@ -17,29 +17,37 @@ from ..engine.loss_documents import LossDocuments
 
 # The scores `[tokens]` of a micro-batch by name, and its number -> one number to be minimised.
 JaggedLoss = Callable[[int, dict[str, Tensor]], Tensor]
+_NOTHING = torch.zeros(1, dtype=torch.int64)
 _NUMBER = "number_of_micro_batch"  # a field of each batch: a pipeline may call the loss out of order
 
 
-def packed(mesh: mw.Mesh, micro_batches: Sequence[Sequence[Tensor]], multiple: int = 1) -> list[mw.Batch]:
+def packed(
+    mesh: mw.Mesh, micro_batches: Sequence[Sequence[Tensor]], multiple: int = 1, least: int = 0, values: bool = False
+) -> list[mw.Batch]:
     """Pack the documents of each micro-batch, all to the length of the fullest one of all data ranks.
 
-    `multiple`: of how many tokens that length is a multiple: fewer lengths mean fewer compilations. Data ranks with
-    other numbers of micro-batches raise on all ranks.
+    `multiple`: of how many tokens that length is a multiple: fewer lengths mean fewer compilations. `least`: its
+    smallest value. `values`: for a value head, whose scores are of all tokens, the last one of a document too. Data
+    ranks with other numbers of micro-batches raise on all ranks. A micro-batch without any token becomes one token.
     """
+    micro_batches = [[each for each in documents if len(each)] or [_NOTHING] for documents in micro_batches]
     sizes = [sum(len(tokens) for tokens in documents) for documents in micro_batches]
     rows = mesh.all_or_none(None, "the sizes of micro-batches", numbers=(len(sizes), max(sizes, default=0)))
     counts = rows[:, 0].long().unique().tolist()
     if counts == [0] or len(counts) > 1:
         raise mw.DataError(f"the ranks have {counts} micro-batches; give all data ranks the same number, at least one")
     share = multiple * mesh.axes.cp * mesh.axes.tp
-    length = -(-int(rows[:, 1].max()) // share) * share
-    return [_packed(documents, number, length) for number, documents in enumerate(micro_batches)]
+    length = -(-max(least, int(rows[:, 1].max())) // share) * share
+    return [_packed(documents, number, length, values) for number, documents in enumerate(micro_batches)]
 
 
-def _packed(documents: Sequence[Tensor], number: int, length: int) -> mw.Batch:
-    """Pack one micro-batch. Every token predicts the next one of its document: a framework masks in its loss."""
+def _packed(documents: Sequence[Tensor], number: int, length: int, values: bool) -> mw.Batch:
+    """Pack one micro-batch. Every token predicts the next one of its document: a framework masks in its loss. A token
+    without a label would have the score 0, so for a value head each gets one, which nothing reads.
+    """
     numbers = [torch.full((len(tokens),), number) for tokens in documents]
-    return mw.pack([tokens.tolist() for tokens in documents], length=length, fields={_NUMBER: numbers})
+    tokens = [each.tolist() for each in documents]
+    return mw.pack(tokens, labels=tokens if values else None, length=length, fields={_NUMBER: numbers})
 
 
 def scores(model: mw.Model, batches: Sequence[mw.Batch], temperature: float) -> list[dict[str, Tensor]]:

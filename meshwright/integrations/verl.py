@@ -25,7 +25,8 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from .. import api as mw
 from ..log import logger
 from . import jagged
-from .verl_options import dtype_of, learning_rate, mesh_axes, model_options, optimizer_of, peft_config
+from .options import dtype_of, mesh_axes
+from .verl_options import learning_rate, model_options, optimizer_of, peft_config
 
 BACKEND = "meshwright"
 _DATA = ("replicate", "fsdp")
@@ -238,7 +239,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         micro, indices = prepare_micro_batches(data=data, dp_group=self._data_group, same_micro_num_in_dp=True)
         documents = [list(each["input_ids"].unbind()) for each in micro]
         micro = [each.to(self.mesh.device) for each in micro]
-        batches = jagged.packed(self.mesh, documents, self.engine_config.length_multiple)
+        batches = jagged.packed(self.mesh, documents, self.engine_config.length_multiple, values=self.head == "value")
         call = _Call(self, micro, loss_function, self._entropy_of(data))
         if forward_only:
             found = jagged.scores(self.model, batches, temperature)

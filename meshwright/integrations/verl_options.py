@@ -1,52 +1,21 @@
-"""Translate verl's configs into arguments of Meshwright: mesh, model, optimizer, learning rate. Imports no verl."""
+"""Translate verl's configs into arguments of Meshwright: model, optimizer, learning rate. Imports no verl."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import api as mw
-
-_AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-
-
-def mesh_axes(axes: Mapping[str, int | None], world: int) -> dict[str, Any]:
-    """Return the sizes of the mesh axes. `fsdp` is what the other axes leave of the ranks, unless it is given."""
-    if unknown := [name for name in axes if name not in _AXES]:
-        raise mw.ConfigError(f"mesh has {unknown[0]!r}; its axes are {', '.join(_AXES)}")
-    sizes = {name: size for name, size in axes.items() if size is not None}
-    others = math.prod(size for name, size in sizes.items() if name not in ("fsdp", "ep"))
-    return {"fsdp": max(1, world // max(1, others)), **sizes}
+from .options import cosine, load_options
 
 
 def model_options(model: Any, engine: Any, head: str) -> dict[str, Any]:
     """Return the arguments of `mw.load`."""
-    memory = {"compiled": False, "recompute": "full" if model.enable_gradient_checkpointing else "none"}
-    options: dict[str, Any] = {
-        "head": head,
-        "dtype": dtype_of(engine.dtype),
-        "memory": mw.MemoryOptions(**{**memory, **engine.memory}),
-        "pipeline": mw.Pipeline(**engine.pipeline),
-        "context": mw.ContextParallel(**engine.context),
-    }
+    options = load_options(head, engine.dtype, model.enable_gradient_checkpointing, engine)
     if engine.forward_only:
         options["train"] = []
     if lora := lora_of(model):
         options["lora"] = lora
     return {**options, **engine.load}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name such as "bfloat16" or "bf16"."""
-    names = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-    known = {each: getattr(torch, each) for each in names.values()}
-    wanted = known.get(names.get(name, name))
-    if wanted is None:
-        raise mw.ConfigError(f"dtype={name!r} is not supported; choose from {', '.join(known)}")
-    return wanted
 
 
 def lora_of(model: Any) -> mw.Lora | None:
@@ -94,7 +63,5 @@ def learning_rate(optim: Any, step: int) -> float:
         return optim.lr * step / warmup
     if kind == "constant":
         return optim.lr
-    least, cycles = optim.get("min_lr_ratio") or 0.0, optim.get("num_cycles", 0.5)
     progress = (step - warmup) / max(1, total - warmup)
-    cosine = math.cos(math.pi * cycles * 2.0 * progress)
-    return optim.lr * max(least, cosine * (1 - least) / 2 + (1 + least) / 2)
+    return optim.lr * cosine(progress, optim.get("min_lr_ratio") or 0.0, optim.get("num_cycles", 0.5))

@@ -134,6 +134,18 @@ class Mesh:
             self._hosts_over[axes] = [self._hosts_of[parts] for parts in partitions]
         return self._hosts_over[axes]
 
+    def host_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return one group between the hosts of `axes` (gloo): for a framework that wants to use it alone.
+
+        It opens a connection for each pair of ranks, which `host_groups` avoids. All ranks or none must call it.
+        """
+        if self.device == self.host:
+            return self.process_group(axes)
+        parts = tuple(self.axes.groups(axes))
+        if parts not in self._hosts_of:
+            self._hosts_of[parts] = self._make(parts, f"making the group of hosts over {' x '.join(axes)}", "gloo")
+        return self._hosts_of[parts]
+
     def _make(self, parts: Iterable[tuple[int, ...]], at: str, backend: str | None = None) -> dist.ProcessGroup:
         """Make the groups of a partition: every rank makes every group, in the same order; return this rank's.
 
