@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -457,10 +456,9 @@ class Engine:
     def _settings(self) -> dict[str, object]:
         """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
         loss, kernel = Loss.of(self.loss), self.optimizer.has_kernel(self.model.mesh.device)
-        function = loss.function if inspect.isroutine(loss.function) else type(loss.function)
         return {
             "the step": self.steps,
-            "the loss": function.__qualname__,
+            "the loss": loss.name,
             "what the loss is of": (loss.per, loss.normalise, loss.metrics),
             "the words that the loss scores, and their temperature": (loss.words, loss.word_temperature),
             "temperature": float(self.temperature),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, is_dataclass
 
 from ..errors import ConfigError
 from .losses import LossFunction
@@ -63,6 +64,15 @@ class Loss:
             raise ConfigError(f"words={self.words!r} must be the name of a field of token ids [tokens, K]")
         if self.word_temperature is not None and not self.words:
             raise ConfigError(f"word_temperature={self.word_temperature!r} has no effect without words=")
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function, or an objective with its options: what ranks compare."""
+        function: object = self.function
+        if is_dataclass(function):
+            return repr(function)
+        named = function if inspect.isroutine(function) else type(function)
+        return str(named.__qualname__)
 
     @classmethod
     def of(cls, loss: Loss | LossFunction) -> Loss:

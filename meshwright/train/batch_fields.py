@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..data import Batch
+from ..data import Batch, tokenizer_of
 from ..engine import Model, load
+from ..errors import ConfigError
 from ..mesh import Mesh
 from ..objectives import Distill, Rerank, TeacherScores, check_vocabularies
 from ..weights import local_directory, path_of
@@ -34,6 +35,7 @@ class BatchFields:
             # A teacher has the layout of the student, and no weights that are trained.
             recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
             teacher = local_directory(config.distill.teacher, mesh)
+            _check_tokenizers(teacher, directory)
             self._teacher, self.key = load(teacher, mesh, **vars(recipe)), weights_checksum(teacher, mesh)
         elif isinstance(objective, Rerank):
             self._answers = answer_ids(RowReader.of(config, directory, path_of(config.cache)))
@@ -54,3 +56,12 @@ class BatchFields:
             return self._objective.ask(self._teacher, batches, model)
         assert self._scores is not None, "it is one or the other"
         return [self._scores.add_to(batch, model.blueprint.vocab) for batch in batches]
+
+
+def _check_tokenizers(teacher: Path, student: Path) -> None:
+    """Refuse a teacher whose tokens mean other words."""
+    vocabularies = [tokenizer_of(each, "take a teacher that has one").get_vocab() for each in (teacher, student)]
+    if vocabularies[0] != vocabularies[1]:
+        differ = {word for word, number in vocabularies[0].items() if vocabularies[1].get(word) != number}
+        example = f" ({len(differ)} words differ, such as {min(differ)!r})" if differ else ""
+        raise ConfigError(f"{teacher} has another tokenizer than {student}{example}; take a teacher with the same")

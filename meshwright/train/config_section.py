@@ -65,7 +65,10 @@ def section_from(options: type[Any], base: type[Section] = Section, but: Contain
 
 def _declared(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     """Return the annotation and the pydantic field of an option, from the metadata of its dataclass field."""
-    choices, default = option.metadata["choices"], [] if option.default == () else option.default
+    choices, default = (
+        option.metadata["choices"],
+        [*option.default] if isinstance(option.default, tuple) else option.default,
+    )
     kind = Literal[choices] if choices else _toml_type(option.type)
     kind = kind | None if choices and default is None else kind
     text = Field(default, description=option.metadata["text"])
