@@ -15,7 +15,9 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.data import Chat, ImageLimits, Placeholders, Processor
 from meshwright.data.vision_files import Grid
+from meshwright.engine import Decoding, sampling
 from meshwright.train import config_file, data_sources
+from meshwright.train.chat_session import open_chat
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
 from tests import parts, runs, seeing, shown, worlds
@@ -171,14 +173,20 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     runs.on_mesh(file, dict(fsdp=2))
     export = tmp_path / "out" / "export"
     shown.drawn(tmp_path / "new.png", "green")
-    (document,) = chat(export, tmp_path).documents(row([{"type": "image", "image": "new.png"}]))
+    question = [{"type": "image", "image": "new.png"}, {"type": "text", "text": "colour?"}]
+    (document,) = chat(export, tmp_path).documents(row(question))
     result = chat(export, tmp_path).processor
     assert result is not None
     pixels, grid = (result.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
     expected = _reference_logits(export, ids, pixels, grid, result.placeholders.ids[0])
-    (local,) = worlds.run(1, _ours, export, ids, pixels, grid, result.placeholders.ids)
-    assert float((local - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    ((local, in_chat),) = worlds.run(1, _ours, tmp_path / "out", ids, pixels, grid, result.placeholders.ids)
+    near = 1e-5 * float(expected.abs().max())
+    assert float((local - expected).abs().max()) < near
+    places = [*result.placeholders.ids]
+    expected[:, places] = in_chat[:, places] = 0
+    # A chat that shows the same picture, and asks the same.
+    assert float((in_chat[0] - expected[document.spans[0][0] - 1]).abs().max()) < near
 
 
 def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
@@ -194,9 +202,16 @@ def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, 
         ).logits[0]  # fmt: skip
 
 
-def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> Tensor:
-    it = mw.load(export, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
-    return mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
+def _ours(out: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    it = mw.load(out / "export", mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
+    logits = mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
+    chat, seen = open_chat(str(out), Decoding(1)), list[Tensor]()
+    chat.show(str(out.parent / "new.png"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_choose", lambda logits_PV, *_: (seen.append(logits_PV), logits_PV.argmax(-1))[1])
+        list(chat.answers("colour?"))
+    assert torch.isinf(seen[0][:, [*places]]).all()
+    return logits, seen[0]
 
 
 def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
