@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MeshwrightError
@@ -68,8 +68,8 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _typed() -> Iterator[str]:
     """Yield the lines that a user types. Ctrl-C discards a line, Ctrl-D ends them."""
-    import readline  # noqa: F401 - gives `input` a history and arrow keys
-
+    with suppress(ImportError):  # not every Python has it
+        import readline  # noqa: F401 - gives `input` a history and arrow keys
     while True:
         try:
             yield input("> ")
