@@ -19,3 +19,4 @@ from .texts import Ready, TextOnly, Texts
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
 from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens
+from .vision_files import View

@@ -50,7 +50,7 @@ from .vision_files import View
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 Unused = Callable[[Mapping[str, Any]], set[str]]
 
-_VERSION = 4  # of the files: an older cache is rebuilt
+_VERSION = 5  # of the files: an older cache is rebuilt
 _INFO = "info.json"
 RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # environment variable that the launcher sets for its ranks
 BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
@@ -112,7 +112,8 @@ class _ShardResult:
 def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
     """Return the documents of a source, from the cache if it is valid. One process builds it, others wait.
 
-    The first process of a run verifies the checksums of the cache, and rebuilds it if it is damaged.
+    The first process of a run verifies the checksums of the cache and the ends of all pictures, and rebuilds it if need
+    be.
 
     Order: lock; verify an existing cache; build if there is none; note that this run has verified it. Ranks that come
     later find the note and only map the files.
@@ -124,7 +125,7 @@ def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents
     # cache.
     with FileLock(cache / f".{final.name}.lock"):
         if final.exists() and not _is_of_this_run(checked):
-            _remove_damaged(spec.name, final)
+            _remove_stale(spec.name, final)
         if not final.exists():
             _build(spec, final, processes)
         checked.write_text(str(time.time()))
@@ -141,17 +142,19 @@ def _is_of_this_run(checked: Path) -> bool:
     return BEGAN < at <= time.time()
 
 
-def _remove_damaged(name: str, final: Path) -> None:
-    """Remove a cache that fails its checksums.
+def _remove_stale(name: str, final: Path) -> None:
+    """Remove a cache that fails its checksums, or of which a picture has changed or is gone.
 
-    A cache may be damaged by a full disk or a bad copy. It is derived data, so it is rebuilt, with a warning.
+    It is derived data, so it is rebuilt, with a warning. Then `on_bad` decides about a row whose picture is gone.
     """
     try:
         info = _info_of(final)
         with ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(_check, [final / file for file in info["sums"]], info["sums"].values()))
+        if change := Documents(name, final).changed_picture():
+            raise _Damaged(change)
     except _Damaged as error:
-        logger.warning("rebuilding the token cache of %s, which is damaged: %s", name, error)
+        logger.warning("rebuilding the token cache of %s, which is out of date: %s", name, error)
         shutil.rmtree(final)
 
 
@@ -423,6 +426,15 @@ class Documents:
     def num_views(self) -> Indices:
         """Return the number of images and videos of each document."""
         return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
+
+    def changed_picture(self) -> str:
+        """Return how a picture differs from what was read, "" if none does."""
+        with ThreadPoolExecutor(_READERS) as readers:
+            for column in self._views:
+                views = map(View.of, column.flatten().unique().to_pylist())
+                if change := next(filter(None, readers.map(View.change, views)), ""):
+                    return change
+        return ""
 
     def place(self, number: int) -> str:
         """Return the file and line of a document."""
