@@ -282,9 +282,14 @@ def _ours(out: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[i
     it = mw.load(out / "export", mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     logits = mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
     chat, seen = open_chat(str(out), Decoding(1)), list[Tensor]()
+
+    def choose(logits_PV: Tensor, *_: Any) -> Tensor:
+        seen.append(logits_PV)
+        return logits_PV.argmax(-1)
+
     chat.show(str(out.parent / "new.png"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_choose", lambda logits_PV, *_: (seen.append(logits_PV), logits_PV.argmax(-1))[1])
+        patch.setattr(sampling, "_choose", choose)
         list(chat.answers("colour?"))
     assert torch.isinf(seen[0][:, [*places]]).all()
     return logits, seen[0]
