@@ -35,6 +35,7 @@ PUBLIC = (
     "check_export",
     "pack",
     "batches",
+    "sample",
     "weight",
     "Engine.__init__",
     "Mesh.__init__",

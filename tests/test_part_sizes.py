@@ -38,8 +38,9 @@ OTHERS = {
         "ops.ngrams._BITS", "ops.ngrams._GAMMA", "ops.ngrams._TABLE_STEP", "ops.host_memory._ALIGNED",
         "ops.host_memory._WRITABLE",
         "weight_sync.group._HEAD", "weight_sync.group._LEAST", "weight_sync.group._MARK",
-        "weight_sync.shared_memory._MARK_BYTES",
+        "weight_sync.shared_memory._MARK_BYTES", "data.vision_files._END_BYTES",
     },
+    "how far samples are padded, which tests/test_sample.py tries": {"engine.sampling._FIRST_ROOM"},
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
         "ops.meta_kernels._CHUNK",
@@ -67,7 +68,7 @@ OTHERS = {
         "data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST", "verify.weight_checks._MOST",
         "verify.report._MOST_FINDINGS", "train.display._MOST_LOSSES", "train.display._PACE", "train.display._CELL",
         "train.metrics.WIDTH", "train.failure._LINES", "train.loop._EXPERT_LOAD_EVERY", "train.metrics.HISTORY",
-        "expert_collapse._FEWEST",
+        "expert_collapse._FEWEST", "train.thumbnails._NUM", "train.thumbnails._SIDE",
     },
     "what verify and its models are made of": {
         "verify.small_data.LENGTH", "verify.small_data.FEW", "verify.small_data.LONG", "verify.small_data._LEAST",

@@ -77,6 +77,19 @@ def test_sizes_are_those_of_transformers() -> None:
         assert fitted(height, width, 32, pixels, num) == video_size(num, height, width, 2, 32, *pixels)
 
 
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "gif", "bmp", "tiff"])
+def test_a_picture_that_was_cut_off(directory: Path, tmp_path: Path, kind: str) -> None:
+    """It is refused by the row that names it, and not by the step that shows it. Bytes after its end are no harm."""
+    file, result = noise(tmp_path / f"a.{kind}", 90, 90), processor(directory, tmp_path)
+    whole = file.read_bytes()
+    result.pixels(result.picture(file.name))
+    file.write_bytes(whole + bytes(9000))
+    result.pixels(result.picture(file.name))
+    file.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(mw.DataError, match=rf"a\.{kind} cannot be read as a picture"):
+        result.picture(file.name)
+
+
 @pytest.mark.parametrize(("way", "above"), [(5, 0), (6, 0), (7, 1), (8, 1)])
 def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
     """A camera that was held on its side says so in the file; 5 and 7 are mirrored too."""
@@ -95,7 +108,7 @@ def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, 
 
 def test_a_video_says_its_times(directory: Path) -> None:
     """The times are of the file's own pictures, not of those that are taken."""
-    view = View(("a",), (2, 4, 4), 1, (0, 7, 20), 10.0)
+    view = View(("a",), (2, 4, 4), 1, "", (0, 7, 20), 10.0)
     assert view.times == pytest.approx(Qwen3VLProcessor._calculate_timestamps(None, [0, 7, 20], 10.0))
     run = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
     assert processor(directory, Path()).text_of(view) == f"<0.3 seconds>{run}<2.0 seconds>{run}"

@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.data import tokenizer_of
-from meshwright.engine.inference import _choose, _generator
+from meshwright.engine import Decoding
+from meshwright.engine.sampling import _choose, _generator, _room
 from meshwright.train import config_file, launch
 from meshwright.train.run import run
 from tests import tiny, worlds
@@ -79,11 +81,27 @@ def test_it_is_what_transformers_writes_on_every_mesh(tmp_path: Path) -> None:
 def test_what_is_drawn() -> None:
     """Tokens are drawn by probability, from the smallest set that has top_p together."""
     logits = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(4000, -1)
-    result = Counter(_choose(logits, 0.65, [_generator(3, number) for number in range(4000)]).tolist())
+
+    def drawn(num: int, **how: float) -> Counter[int]:
+        dice = [_generator(3, number) for number in range(num)]
+        return Counter(_choose(logits[:num], Decoding(1, **how), dice).tolist())  # type: ignore[arg-type] # no ints
+
+    result = drawn(4000, top_p=0.65)
     assert set(result) == {1, 3}
     assert result[1] / 4000 == pytest.approx(0.4 / 0.7, abs=0.03)
-    assert set(_choose(logits[:200], 1.0, [_generator(3, n) for n in range(200)]).tolist()) == {0, 1, 2, 3, 4}
-    assert set(_choose(logits[:200], 0.4, [_generator(3, n) for n in range(200)]).tolist()) == {1}
+    assert set(drawn(200, top_p=1.0)) == {0, 1, 2, 3, 4}
+    assert set(drawn(200, top_p=0.4)) == {1}
+    # At 0.5 probabilities are squared: 0.4^2 of a sum of 0.285.
+    assert drawn(4000, temperature=0.5)[1] / 4000 == pytest.approx(0.16 / 0.285, abs=0.03)
+    assert set(drawn(200, temperature=0.5, top_p=0.5)) == {1}
+    assert drawn(4000, temperature=1.0) == drawn(4000, top_p=1.0)
+
+
+def test_room() -> None:
+    """Sequences fit, few lengths occur, and short texts do not pay for long ones."""
+    rooms = [_room(num, 200) for num in range(200)]
+    assert all(room >= num for num, room in enumerate(rooms))
+    assert sorted({*rooms}) == [16, 32, 64, 128, 200]
 
 
 def with_and_without(path: Path) -> None:
@@ -110,12 +128,12 @@ def test_training_does_not_see_it(tmp_path: Path) -> None:
     assert message == [(step, number, prompt) for step in (2, 3) for number, prompt in enumerate(("3?", "7?"))]
 
 
-def generated(at: Path, prompt: str, tokens: int) -> str:
-    """Generate like a server, with the template and its end token."""
+def generated(at: Path, prompt: str, tokens: int, before: Sequence[dict[str, str]] = ()) -> str:
+    """Generate like a server, with the template and its end token, after the messages before."""
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float64), tokenizer_of(at)
-    requested = [{"role": "user", "content": prompt}]
+    requested = [*before, {"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(requested, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     message = model.generate(**ids, do_sample=False, max_new_tokens=tokens, eos_token_id=tokenizer.eos_token_id)
     return str(tokenizer.decode(message[0, ids["input_ids"].shape[1] :])).removesuffix("<|im_end|>")
@@ -135,15 +153,27 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
     common = [*requested, "--tokens", "12"]
     [of_run] = worlds.run(1, printed, [str(tmp_path / "out"), *common, "--json"])
     assert json.loads(of_run) == [{"prompt": line["prompt"], "text": line["text"]} for line in message]
+    [of_chat] = worlds.run(1, chatted, str(tmp_path / "out"), [*prompts, "/reset", prompts[0]])
+    first = message[0]["text"]
+    before = [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": first.strip()}]
+    second = generated(tmp_path / "out" / "export", prompts[1], 12, before)
+    assert of_chat == f"{first}\n{second}\n{first}\n"
     [of_export] = worlds.run(1, printed, [str(tmp_path / "out" / "export"), *common, "--text", "--top-p", "0.5"])
     assert [line for line in of_export.splitlines() if line.startswith("> ")] == ["> 3?", "> Hello there"]
 
 
-def printed(arguments: list[str]) -> str:
+def printed(arguments: list[str], command: str = "sample") -> str:
     """Run the command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(["sample", *arguments]) == 0
+        assert main([command, *arguments]) == 0
     return out.getvalue()
+
+
+def chatted(at: str, lines: list[str]) -> str:
+    """Chat through a pipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return printed([at, "--tokens", "12"], "chat")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +212,7 @@ def test_what_is_refused_from_python(tmp_path: Path) -> None:
     cases = {
         "tokens=0 must be": {"tokens": 0},
         "top_p=1.5 must be": {"top_p": 1.5},
+        "temperature=0 must be": {"temperature": 0},
         "a list of lists": {"prompts": []},
         "prompt 0 is not a list of token ids": {"prompts": ["Hello"]},
         "prompt 1 is empty": {"prompts": [[5], []]},

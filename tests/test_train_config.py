@@ -232,8 +232,9 @@ VALUES = {  # where the default says nothing of what else there may be
     "too_long": "drop", "thinking": "true", "betas": "[0.8, 0.9]", "max_norm": "false", "keep": "5", "steps": "4",
     "time_limit": "1.5", "keep_every": "400", "kind": "text", "turns": "last", "split": "line", "on_bad": "skip",
     "resume": "never", "dtype": "float32", "recompute": "full", "router_aux": "previous", "on_nan": "skip",
-    "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
-    "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true", "compiled": "true",
+    "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "temperature": "0.7",
+    "state_dtype": "bfloat16", "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
+    "compiled": "true",
     "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
     "fp8": "block", "fp8_skip": '"layers.0.*"', "expert_rank": "4",
 }  # fmt: skip

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
+import re
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.data import Chat, ImageLimits, Placeholders, Processor
+from meshwright.data import Chat, Feed, ImageLimits, Placeholders, Processor, token_cache
 from meshwright.data.vision_files import Grid
-from meshwright.train import config_file, data_sources
+from meshwright.engine import Decoding, sampling
+from meshwright.report.run_files import read_run
+from meshwright.report.run_page import report_page
+from meshwright.train import config_file, data_sources, dry_run
+from meshwright.train.chat_session import open_chat
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
+from meshwright.train.resume_point import check_position
+from meshwright.train.thumbnails import write_thumbnails
 from tests import parts, runs, seeing, shown, worlds
+from tests.fake_runs import fake_run
 from tests.trials import named
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -155,14 +168,79 @@ def test_losses_are_equal_on_every_mesh(
     assert one[-1] < one[0]
 
 
-def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """It continues with the next pictures."""
+def test_an_interrupted_run_goes_on(
+    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It continues with the next pictures, also where they have been moved, and not with others."""
+    moved = tmp_path / "moved"
     for name, several in (("whole", (4,)), ("parts", (2, 4))):
         (tmp_path / name).mkdir()
         file = file_of(tmp_path / name, model("qwen3_vl"))
+        with min((tmp_path / name / "drawn").iterdir()).open("ab") as picture:
+            picture.write(b"a")  # readers ignore what comes after the end
         for steps in several:
-            runs.on_mesh(file, {}, "save.export=false", f"train.steps={steps}", "optim.schedule=constant")
+            root = [f"data.0.pictures.root={moved}"] if moved.exists() else []
+            on_this = ("save.export=false", f"train.steps={steps}", "optim.schedule=constant", *root)
+            runs.on_mesh(file, {}, *on_this)
+            if name == "parts" and not root:
+                moved.mkdir()
+                (tmp_path / name / "drawn").rename(moved / "drawn")
     assert runs.losses(tmp_path / "parts") == runs.losses(tmp_path / "whole")
+    first = min((moved / "drawn").iterdir())
+    first.write_bytes(first.read_bytes()[:-1] + b"b")
+    config = config_file.read(file, on_this)
+    monkeypatch.setattr(token_cache, "BEGAN", time.time())  # another run
+    data = prepared(config).data
+    assert f"{first} has other bytes than when the data were read" in caplog.text
+    with pytest.raises(mw.CheckpointError, match="was trained on other data: files, pictures"):
+        check_position(config, data)
+
+
+def test_pictures_that_are_gone(model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was there before is missed at the next start, with its row; during a run, by the step that shows it."""
+    config = config_file.read(file_of(tmp_path, model("qwen3_vl")))
+    data = prepared(config).data
+    [documents] = data.documents
+    in_stream = ((n, piece.document) for n in range(data.plan.num_streams) for piece in data.plan.stream(n))
+    stream, shows = next((n, document) for n, document in in_stream if documents.num_views[document])
+    lost, place = Path(documents.tokens(shows).views[0].files[0]), documents.place(shows)
+    lost.rename(tmp_path / "elsewhere.png")
+    feed = Feed([documents], data.plan, micro_batches=1, rank=0, num_ranks=1, processor=data.processor)
+    with pytest.raises(mw.DataError, match=re.escape(f"{place}: there is no file {lost} any more")):
+        feed.step(stream)
+    feed.close()
+    monkeypatch.setattr(token_cache, "BEGAN", time.time())  # another run
+    with pytest.raises(mw.DataError, match=rf"1 row, the first {re.escape(place)}: there is no file"):
+        prepared(config)
+    skips = config.model_copy(update={"data": [config.data[0].model_copy(update={"on_bad": "skip"})]})
+    assert len(prepared(skips).data.documents[0]) == len(documents) - 1
+
+
+def test_pictures_are_named_and_shown(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """`meshwright data --show` names those of a document, and what they take; the report shows some."""
+    directory = model("qwen3_vl")
+    data = prepared(config_file.read(file_of(tmp_path, directory))).data
+    [documents] = data.documents
+    text = "\n".join(map(str, dry_run.shown(data, directory, len(documents))))
+    views = [view for number in range(len(documents)) for view in documents.tokens(number).views]
+    assert text.count(".png: ") == len(views) > 20
+    for view in views:
+        _, height, width = view.grid
+        size = f"{width * shown.PATCH} x {height * shown.PATCH} pixels"
+        assert f"  {view.files[0]}: {size}, {height * width // 4} token" in text
+    run = fake_run(tmp_path / "run", steps=3)
+    write_thumbnails(run, data)
+    shutil.rmtree(tmp_path / "drawn")
+    page = report_page([read_run(run)], {"command": "x", "date": "today"})
+    jpegs = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)">', page)
+    assert len(jpegs) == page.count("<img") == 8
+    with Image.open(io.BytesIO(base64.b64decode(jpegs[0]))) as picture:
+        assert max(picture.size) <= 160
+    assert len("".join(jpegs)) < 8 * 8192
+    listed = json.loads((run / "pictures.json").read_text())["pictures"]
+    bad = [{**listed[0], "jpeg": '"><script>'}, {"file": 1}, 3, {**listed[0], "file": "<b>.png", "jpeg": "A" * 99999}]
+    (run / "pictures.json").write_text(json.dumps({"pictures": bad + listed[:1]}))
+    assert report_page([read_run(run)], {"command": "x", "date": "today"}).count("<img") == 1
 
 
 def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
@@ -171,14 +249,20 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     runs.on_mesh(file, dict(fsdp=2))
     export = tmp_path / "out" / "export"
     shown.drawn(tmp_path / "new.png", "green")
-    (document,) = chat(export, tmp_path).documents(row([{"type": "image", "image": "new.png"}]))
+    question = [{"type": "image", "image": "new.png"}, {"type": "text", "text": "colour?"}]
+    (document,) = chat(export, tmp_path).documents(row(question))
     result = chat(export, tmp_path).processor
     assert result is not None
     pixels, grid = (result.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
     expected = _reference_logits(export, ids, pixels, grid, result.placeholders.ids[0])
-    (local,) = worlds.run(1, _ours, export, ids, pixels, grid, result.placeholders.ids)
-    assert float((local - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    ((local, in_chat),) = worlds.run(1, _ours, tmp_path / "out", ids, pixels, grid, result.placeholders.ids)
+    near = 1e-5 * float(expected.abs().max())
+    assert float((local - expected).abs().max()) < near
+    places = [*result.placeholders.ids]
+    expected[:, places] = in_chat[:, places] = 0
+    # A chat that shows the same picture, and asks the same.
+    assert float((in_chat[0] - expected[document.spans[0][0] - 1]).abs().max()) < near
 
 
 def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
@@ -194,9 +278,21 @@ def _reference_logits(export: Path, ids: list[int], pixels: Tensor, grid: Grid, 
         ).logits[0]  # fmt: skip
 
 
-def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> Tensor:
-    it = mw.load(export, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
-    return mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
+def _ours(out: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    it = mw.load(out / "export", mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
+    logits = mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
+    chat, seen = open_chat(str(out), Decoding(1)), list[Tensor]()
+
+    def choose(logits_PV: Tensor, *_: Any) -> Tensor:
+        seen.append(logits_PV)
+        return logits_PV.argmax(-1)
+
+    chat.show(str(out.parent / "new.png"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_choose", choose)
+        list(chat.answers("colour?"))
+    assert torch.isinf(seen[0][:, [*places]]).all()
+    return logits, seen[0]
 
 
 def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ imports only when it runs: `--help`, `--version` and a mistyped command must not
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, MeshwrightError
 from ..log import Clock
+from .chat_command import add_chat
 from .options import (
     CHECKPOINT,
     MODEL,
@@ -30,6 +30,7 @@ from .options import (
     recipe_of,
 )
 from .plan_command import add_plan
+from .sample_command import add_sample
 
 VERIFY_EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
@@ -95,15 +96,6 @@ REPORT_ABOUT = """Write a page about one or more runs: curves, held-out data, ex
 
 The page is one file and needs no network. It can be written while a run is going on. OUT is `out` of the run file.
 """
-SAMPLE_EXAMPLES = """examples:
-  meshwright sample runs/first --prompt "Why is the sky blue?"         newest checkpoint, chat template of the run
-  meshwright sample runs/first/best --prompt "Why is the sky blue?"    the checkpoint with the lowest held-out loss
-  meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
-  meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
-"""
-SAMPLE_ABOUT = (
-    "Generate text after prompts, in one process. Each token takes a full forward pass: for a quick look only."
-)
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
@@ -158,13 +150,14 @@ def _parser() -> argparse.ArgumentParser:
         help="print the versions of meshwright and of the packages that it computes with",
     )
     commands = parser.add_subparsers(dest="name", metavar="COMMAND")
+    add_chat(commands)
     _add_convert(commands)
     _add_copy(commands)
     _add_data(commands)
     _add_inspect(commands)
     add_plan(commands)
     _add_report(commands)
-    _add_sample(commands)
+    add_sample(commands)
     _add_train(commands)
     _add_verify(commands)
     return parser
@@ -230,31 +223,6 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     report.add_argument("runs", nargs="+", metavar="OUT", help="the directory of a run")
     report.add_argument("--html", metavar="FILE", help="write the page to FILE (default: report.html in the first run)")
-
-
-def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    sample = add_command(
-        commands, "sample", _sample, "generate text after prompts",
-        about=SAMPLE_ABOUT, examples=SAMPLE_EXAMPLES,
-    )  # fmt: skip
-    sample.add_argument(
-        "model",
-        help="a run, a checkpoint, a folder of checkpoints, a Hugging Face directory, a hub id or a PEFT adapter",
-    )
-    sample.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="a message of the user; may be repeated"
-    )
-    sample.add_argument(
-        "--text", action="store_true", help="continue the prompts as plain text, without a chat template"
-    )
-    sample.add_argument(
-        "--tokens", type=positive, default=64, metavar="N", help="at most N tokens per text (default 64)"
-    )
-    sample.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the top P of the probability (default: greedy)"
-    )
-    sample.add_argument("--seed", type=int, default=0, help="seed of --top-p (default 0)")
-    add_json(sample, "prompts and texts")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -410,21 +378,6 @@ def _train(options: argparse.Namespace) -> int:
         print(f"meshwright: ended by {why}; {launch.what_next(config)}", file=sys.stderr)
     # As a shell does: 130 after SIGINT, 143 after SIGTERM. A scheduler tells an interrupted run from a finished one.
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
-
-
-def _sample(options: argparse.Namespace) -> int:
-    """Print prompts and the texts that a model writes after them."""
-    from ..train.config import SampleSection  # imports torch: --help should not wait for it
-    from ..train.samples import sample_at
-
-    # `model_construct` skips the checks of a run file: `sample_at` makes its own, which also know the model.
-    section = SampleSection.model_construct(prompts=options.prompt, tokens=options.tokens, top_p=options.top_p)
-    samples = sample_at(options.model, section, seed=options.seed, text=options.text)
-    if options.json:
-        print(json.dumps([{"prompt": prompt, "text": text} for prompt, text in samples], indent=2))
-    else:
-        print("\n\n".join(f"> {prompt}\n{text}" for prompt, text in samples))
-    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -50,6 +50,28 @@ def add_config(command: argparse.ArgumentParser, example: str) -> None:
     command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=example)
 
 
+def add_trained(command: argparse.ArgumentParser) -> None:
+    """Add the model that texts are generated with."""
+    command.add_argument(
+        "model",
+        help="a run, a checkpoint, a folder of checkpoints, a Hugging Face directory, a hub id or a PEFT adapter",
+    )
+
+
+def add_decoding(command: argparse.ArgumentParser, tokens: int, what: str) -> None:
+    """Add how tokens are chosen. `tokens`: the default of how many. `what`: what they are of."""
+    command.add_argument(
+        "--tokens", type=positive, default=tokens, metavar="N", help=f"at most N tokens per {what} (default {tokens})"
+    )
+    command.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the top P of the probability (default: greedy)"
+    )
+    command.add_argument(
+        "--temperature", type=float, metavar="X", help="sample, with logits divided by X (default: greedy, or 1 with P)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+
+
 def add_json(command: argparse.ArgumentParser, content: str, how: str = "") -> None:
     """Add `--json`. Progress goes to standard error, so that standard output is valid JSON."""
     command.add_argument("--json", action="store_true", help=f"{content} as JSON on standard output{how}")

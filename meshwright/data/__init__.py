@@ -5,7 +5,7 @@ them, `packing_plan` says which documents are in stream j, `feed` makes batches 
 """
 
 from .batch import IGNORE, NO_EXPERT, Batch
-from .chat import Chat, ChatOptions, stop_ids_of
+from .chat import Chat, ChatOptions, Request, message_of_answer, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
 from .field_values import OverTokens, over_tokens
 from .hf_datasets import Part, fetched_files, is_saved, saved_files
@@ -22,3 +22,4 @@ from .texts import Ready, TextOnly, Texts
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
 from .tokenizer import encoded, fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens, scored, together
+from .vision_files import View

@@ -29,6 +29,7 @@ from .tokens import Tokens, tokens
 from .vision_files import View
 
 Turns = Literal["each", "last", "joined"]
+_THINK, _END_OF_THINKING = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,18 @@ class ChatOptions:
     template: str | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The tokens that a server sends to the model for an answer, and the pictures at their placeholders.
+
+    `opens_thinking`: the prompt ends with `<think>`, so the answer begins inside of its thinking.
+    """
+
+    ids: list[int]
+    views: Sequence[View]
+    opens_thinking: bool
 
 
 class Chat:
@@ -138,14 +151,23 @@ class Chat:
 
     def prompt(self, text: str) -> list[int]:
         """Return what a server would send if a user began with `text`. With thinking="auto" the template decides."""
-        return self.prompt_of([{"role": "user", "content": text}])
+        return self._request(conversation({"messages": [{"role": "user", "content": text}]})).ids
 
-    def prompt_of(self, messages: Sequence[Message]) -> list[int]:
-        """Return what a server would send after these messages."""
-        chat, thinking = conversation({"messages": [*messages]}), self.options.thinking
+    def request(self, messages: Sequence[Mapping[str, Any]]) -> Request:
+        """Return what a server would send for the next answer. With thinking="auto" the template decides.
+
+        Answers in `messages` hold their thinking in `reasoning_content`: the template drops it, or keeps it.
+        """
+        chat = conversation({"messages": [*messages]})
         self._check_texts(chat)
+        return self._request(chat)
+
+    def _request(self, chat: Conversation) -> Request:
+        """Render all messages, with the generation prompt."""
+        thinking, views = self.options.thinking, [view for m in chat.messages for view in views_of(m, self.processor)]
         flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
-        return self._ids(bounded(lambda: self._render(chat, len(messages), flags, add_generation_prompt=True)))
+        text = bounded(lambda: self._render(chat, len(chat.messages), flags, add_generation_prompt=True))
+        return Request(self._ids(self._with_places(text, views)), views, text.rstrip().endswith(_THINK))
 
     def _turn(self, chat: Conversation, number: int, views: Sequence[View]) -> tuple[list[int], list[int]]:
         """Return the prompt of message `number` as a server would send it, and the turn that should be generated.
@@ -256,6 +278,18 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
         for part in attachments
         if processor is not None
     ]
+
+
+def message_of_answer(text: str, *, in_thinking: bool) -> Message:
+    """Return a generated answer as a message of the history, its thinking apart from its content, as servers do.
+
+    `in_thinking`: the prompt has opened the thinking. An answer that ends inside of its thinking is thinking alone.
+    """
+    before, closed, after = text.partition(_END_OF_THINKING)
+    if not closed and not in_thinking and not text.lstrip().startswith(_THINK):
+        return {"role": "assistant", "content": text.strip()}
+    thinking = before.strip().removeprefix(_THINK).strip()
+    return {"role": "assistant", "content": after.strip(), "reasoning_content": thinking}
 
 
 def thinks(message: Message) -> bool:

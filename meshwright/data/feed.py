@@ -22,6 +22,7 @@ from .packing_plan import DataSource, Piece, Plan
 from .processor import Processor
 from .token_cache import Documents
 from .tokens import Tokens
+from .vision_files import View
 
 TooLong = Literal["stop", "drop", "cut"]
 SOURCE = "source"  # the field that says of which source a token is, where there are several
@@ -162,18 +163,27 @@ class Feed:
             ]
             for name, each in self.values.items()
         }
-        return batch_of(parts, self.plan.length, sources, self._images(parts), values)
+        return batch_of(parts, self.plan.length, sources, self._images(parts, pieces), values)
 
-    def _images(self, parts: Sequence[Tokens]) -> Images | None:
+    def _images(self, parts: Sequence[Tokens], pieces: Sequence[Piece]) -> Images | None:
         """Decode the pictures of a stream."""
         views = [view for part in parts for view in part.views]
         if not views:
             return None
         assert self.processor is not None, "documents with pictures are made with a processor"
-        pixels_and_views = zip(self._readers.map(self.processor.pixels, views), views, strict=True)
+        shown_by = [piece for part, piece in zip(parts, pieces, strict=True) for _ in part.views]
+        pixels_and_views = zip(self._readers.map(self._pixels, views, shown_by), views, strict=True)
         pictures = iter([(pixels, view.grid) for pixels, view in pixels_and_views])
         by_document = [[next(pictures) for _ in part.views] for part in parts]
         return images_of([part.ids.tolist() for part in parts], by_document, self.processor.placeholders.ids)
+
+    def _pixels(self, view: View, shown_by: Piece) -> torch.Tensor:
+        """Decode a picture; an error says which row shows it."""
+        assert self.processor is not None
+        try:
+            return self.processor.pixels(view)
+        except DataError as error:
+            raise DataError(f"{self.documents[shown_by.source].place(shown_by.document)}: {error}") from error
 
     def _part(self, piece: Piece) -> Tokens:
         """Return the tokens of a piece."""

@@ -78,7 +78,7 @@ class Processor:
         """Return the grid of an image, from its header."""
         file = self._file(path)
         height, width = self._fitted_size("image", *size_of(file))
-        return View((str(file),), self._grid(1, height, width), file.stat().st_size)
+        return View.read([file], self._grid(1, height, width))
 
     def video(self, source: str | Sequence[str], fps: float | None) -> View:
         """Return the grid of a video: a file, whose frames are sampled, or a list of pictures at `fps`."""
@@ -98,7 +98,7 @@ class Processor:
             raise DataError(f"the video {files[0]} has {num} picture; give two or more, or a picture")
         height, width = self._fitted_size("video", *_at_least(self._factor, *clip.size), num)
         grid = self._grid(-(-num // _TEMPORAL_PATCH), height, width)
-        return View(tuple(map(str, files)), grid, sum(f.stat().st_size for f in files), tuple(frame_numbers), clip.fps)
+        return View.read(files, grid, frame_numbers, clip.fps)
 
     def _sampled_frames(self, clip: Clip) -> list[int]:
         """Return the frames that are sampled of a file: `fps` a second, evenly spaced.
@@ -111,6 +111,11 @@ class Processor:
         num = int(clip.num / clip.fps * fps)
         num = min(max(num, int(settings.get("min_frames", 4))), int(settings.get("max_frames", 768)), clip.num)
         return [int(each) for each in np.linspace(0, clip.num - 1, num).round()]
+
+    @staticmethod
+    def num_tokens(view: View) -> int:
+        """Return the number of placeholder tokens of an image or a video."""
+        return math.prod(view.grid) // _MERGE**2
 
     def text_of(self, view: View) -> str:
         """Return the text that replaces a placeholder mark. In a video each slice has its time in front, as Qwen3-VL

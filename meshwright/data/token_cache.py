@@ -116,7 +116,8 @@ class _ShardResult:
 def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
     """Return the documents of a source, from the cache if it is valid. One process builds it, others wait.
 
-    The first process of a run verifies the checksums of the cache, and rebuilds it if it is damaged.
+    The first process of a run verifies the checksums of the cache and the ends of all pictures, and rebuilds it if need
+    be.
 
     Order: lock; verify an existing cache; build if there is none; note that this run has verified it. Ranks that come
     later find the note and only map the files.
@@ -128,7 +129,7 @@ def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents
     # cache.
     with FileLock(cache / f".{final.name}.lock"):
         if final.exists() and not _is_of_this_run(checked):
-            _remove_damaged(spec.name, final)
+            _remove_stale(spec.name, final)
         if not final.exists():
             _build(spec, final, processes)
         checked.write_text(str(time.time()))
@@ -145,17 +146,19 @@ def _is_of_this_run(checked: Path) -> bool:
     return BEGAN < at <= time.time()
 
 
-def _remove_damaged(name: str, final: Path) -> None:
-    """Remove a cache that fails its checksums.
+def _remove_stale(name: str, final: Path) -> None:
+    """Remove a cache that fails its checksums, or of which a picture has changed or is gone.
 
-    A cache may be damaged by a full disk or a bad copy. It is derived data, so it is rebuilt, with a warning.
+    It is derived data, so it is rebuilt, with a warning. Then `on_bad` decides about a row whose picture is gone.
     """
     try:
         info = _info_of(final)
         with ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(_check, [final / file for file in info["sums"]], info["sums"].values()))
+        if change := Documents(name, final).changed_picture():
+            raise _Damaged(change)
     except _Damaged as error:
-        logger.warning("rebuilding the token cache of %s, which is damaged: %s", name, error)
+        logger.warning("rebuilding the token cache of %s, which is out of date: %s", name, error)
         shutil.rmtree(final)
 
 
@@ -440,6 +443,15 @@ class Documents:
     def num_views(self) -> Indices:
         """Return the number of images and videos of each document."""
         return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
+
+    def changed_picture(self) -> str:
+        """Return how a picture differs from what was read, "" if none does."""
+        with ThreadPoolExecutor(_READERS) as readers:
+            for column in self._views:
+                views = map(View.of, column.flatten().unique().to_pylist())
+                if change := next(filter(None, readers.map(View.change, views)), ""):
+                    return change
+        return ""
 
     def place(self, number: int) -> str:
         """Return the file and line of a document."""

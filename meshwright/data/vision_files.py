@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -9,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ..errors import DataError
 
@@ -21,6 +25,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS, which Pillo
 _CONTAINERS = {"format_whitelist": "mov,matroska,avi,mpeg,mpegts", "protocol_whitelist": "file"}
 _VIDEOS = "MP4, MOV, Matroska, WebM, AVI, MPEG"
 MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any Qwen processor keeps, and 192 MiB as RGB
+_END_BYTES = 4096  # of each end of a file, to tell it from another of the same size
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a whole file has near its end, and no compressed pixels
 # What Pillow raises for broken files.
 _OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
 
@@ -62,11 +68,32 @@ def _check_size(file: Path, width: int, height: int) -> None:
 
 
 def size_of(file: Path) -> tuple[int, int]:
-    """Return height and width after EXIF rotation."""
+    """Return height and width after EXIF rotation. Refuse a file that has been cut off."""
     with open_picture(file) as picture:
         width, height = picture.size
+        if not _seems_whole(file, picture.format):
+            picture.load()
         is_sideways = picture.getexif().get(_ORIENTATION) in _SIDEWAYS
     return (width, height) if is_sideways else (height, width)
+
+
+def _seems_whole(file: Path, kind: str) -> bool:
+    """Return whether a file has an end. If not, or if its format has no mark there, only decoding says if it is whole.
+
+    Downloads that broke off are the usual broken pictures. Decoding all would take hours for a million of them.
+    """
+    ends = _ends_of(file)
+    if kind == "WEBP":
+        return int.from_bytes(ends[4:8], "little") + 8 <= file.stat().st_size
+    return kind in _ENDS and _ENDS[kind] in ends[-_END_BYTES:]
+
+
+def _ends_of(file: Path) -> bytes:
+    """Return the first and the last bytes of a file."""
+    with file.open("rb") as opened:
+        head = opened.read(_END_BYTES)
+        opened.seek(max(0, file.stat().st_size - _END_BYTES))
+        return head + opened.read()
 
 
 def clip_of(file: Path) -> Clip:
@@ -167,8 +194,9 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 @dataclass(frozen=True)
 class View:
-    """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes`: their size
-    when they were read. `taken`: the frames that are used of a video with `fps` frames a second.
+    """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes` and `ends`:
+    their size and a checksum of their first and last bytes when they were read. `taken`: the frames that are used of a
+    video with `fps` frames a second.
 
     What a document keeps of a picture: paths and numbers, a few hundred bytes. Pixels are read when a batch is made,
     and never by ranks that do not encode them.
@@ -177,8 +205,15 @@ class View:
     files: tuple[str, ...]
     grid: Grid
     num_bytes: int
+    ends: str
     taken: tuple[int, ...] = ()
     fps: float = 0.0
+
+    @staticmethod
+    def read(files: Sequence[Path], grid: Grid, taken: Sequence[int] = (), fps: float = 0.0) -> View:
+        """Return the view of files as they are now."""
+        num_bytes, ends = _state_of(files)
+        return View(tuple(map(str, files)), grid, num_bytes, ends, tuple(taken), fps)
 
     @property
     def times(self) -> list[float]:
@@ -189,18 +224,31 @@ class View:
     @property
     def content(self) -> str:
         """Return what identifies it, without its path."""
-        return repr((self.grid, self.num_bytes, self.taken, self.fps))
+        return repr((self.grid, self.num_bytes, self.ends, self.taken, self.fps))
+
+    def change(self) -> str:
+        """Return how its files differ from those that were read, "" if they do not."""
+        paths = [Path(file) for file in self.files]
+        if missing := next((path for path in paths if not path.is_file()), None):
+            return f"there is no file {missing} any more"
+        num_bytes, ends = _state_of(paths)
+        if num_bytes != self.num_bytes:
+            return f"{paths[0]} had {self.num_bytes} bytes when the data were read, and now has {num_bytes}"
+        return "" if ends == self.ends else f"{paths[0]} has other bytes than when the data were read"
 
     def pictures(self) -> Iterator[Any]:
-        """Yield its frames as RGB. Refuse a file whose size has changed since its grid was computed."""
-        # The size is checked again at this point: days may pass between reading the data and training on them.
-        num_bytes = sum(Path(file).stat().st_size if Path(file).is_file() else 0 for file in self.files)
-        if num_bytes != self.num_bytes:
-            raise DataError(
-                f"{self.files[0]} had {self.num_bytes} bytes when the data were read, and now has {num_bytes}; restore "
-                "it, or touch the data file to read everything again"
-            )
+        """Yield its frames as RGB. Refuse files that have changed since its grid was computed."""
+        # Checked again at this point: days may pass between reading the data and training on them.
+        if change := self.change():
+            raise DataError(f"{change}; restore it, or start the run again, which then reads the data again")
         return pictures_of([Path(file) for file in self.files], self.taken)
+
+    def thumbnail(self, side: int) -> str:
+        """Return its first frame as a JPEG of at most `side` x `side` pixels, in base64."""
+        picture, jpeg = next(self.pictures()), io.BytesIO()
+        picture.thumbnail((side, side))
+        picture.save(jpeg, "JPEG", quality=70)
+        return base64.b64encode(jpeg.getvalue()).decode()
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -212,3 +260,14 @@ class View:
         time, height, width = fields.pop("grid")
         files, taken = (tuple(fields.pop(name)) for name in ("files", "taken"))
         return View(files, (time, height, width), taken=taken, **fields)
+
+
+def _state_of(files: Sequence[Path]) -> tuple[int, str]:
+    """Return the size of all files, and a checksum of their ends.
+
+    Whole files are not read: both ends hold compressed pixels or checksums of them, in all formats but BMP and TIFF.
+    """
+    ends = xxhash.xxh3_64()
+    for file in files:
+        ends.update(_ends_of(file))
+    return sum(file.stat().st_size for file in files), ends.hexdigest()

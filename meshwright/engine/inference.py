@@ -1,29 +1,25 @@
-"""Inference: scores, log-probabilities, logits, embeddings and samples, by a forward without gradients.
+"""Inference: scores, log-probabilities, logits and embeddings, by a forward without gradients.
 
-It runs on the training mesh with the training layout, so it suits evaluation and RL scoring. `sample` has no KV cache:
-each new token costs a forward over the whole sequence.
+It runs on the training mesh with the training layout, so it suits evaluation and RL scoring. `sampling.py` generates.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Collection, Sequence
-from hashlib import sha256
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from .. import parallel
-from ..axes import DENSE, REPLICA, Sum
-from ..data import IGNORE, Batch, pack
+from ..axes import REPLICA, Sum
+from ..data import Batch
 from ..errors import RankError, StateError, counted
-from ..models import Want, text_config
-from ..watch import doing, names_lost_ranks
+from ..models import Want
+from ..watch import names_lost_ranks
 from .agreement import GatheredData, Proposal, agree, check_is_model, check_same_data, data_of
 from .model import Model
-from .validation import check_no_placeholders, check_num_top, check_prompts, check_temperature, check_top_p
+from .validation import check_num_top, check_temperature
 from .vision_sync import sync_pictures
 
 SCORES = Sum("the scores of the last stage", ("pp",))
@@ -238,103 +234,3 @@ def _from_last_stage(model: Model, results: list[Tensor], shape: tuple[int, ...]
     else:  # one batch is not copied: logits are large
         scores = (results[0][None] if len(results) == 1 else torch.stack(results)).to(wide)
     return model.mesh.all_reduce_(scores, SCORES)
-
-
-@names_lost_ranks()
-def sample(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tokens: int,
-    top_p: float | None = None,
-    stop: Collection[int] = (),
-    seed: int = 0,
-) -> list[list[int]]:
-    """Generate at most `tokens` token ids after each prompt. All ranks call it and get the same.
-
-    Decoding is greedy. With `top_p` (nucleus sampling, arXiv 1904.09751) a token is drawn from the smallest set of the
-    likeliest tokens whose probabilities sum to `top_p`; the draws depend on `seed` and the index of the prompt. A
-    sequence ends after a token of `stop`, which the result includes.
-    """
-
-    def propose() -> Proposal:
-        if "target_logits" not in model.blueprint.scores:
-            raise StateError('the head of this model does not score the vocabulary; load it with head="lm"')
-        config = text_config(model.config)
-        check_prompts(prompts, tokens, model.blueprint.vocab, config.get("max_position_embeddings"))
-        tower = model.blueprint.module.tower
-        check_no_placeholders(prompts, tower.ids if tower is not None else ())
-        check_top_p(top_p)
-        text = json.dumps([*map(list, prompts)]).encode()
-        settings = {"the checksum of the prompts": zlib.crc32(text), "tokens": tokens, "top_p": top_p}
-        return Proposal(settings={**settings, "stop": sorted(stop), "seed": seed})
-
-    doing("a sample")
-    agree(model, "sample", propose)
-    generated: list[list[int]] = [[] for _ in prompts]
-    generators = [_generator(seed, number) for number in range(len(prompts))]
-    for _ in range(tokens):
-        logits_PV = _next_logits(model, _pack_sequences(model, prompts, generated, tokens))
-        # Logits need not be bitwise equal on all ranks, so near a tie ranks could choose other tokens. And a rank that
-        # stopped earlier would leave the others waiting. So all ranks take the choice of rank 0.
-        chosen_P = model.mesh.gather_rows(_choose(logits_PV, top_p, generators), DENSE, "the choice of rank 0")
-        for ids, token in zip(generated, chosen_P[: len(generated)].tolist(), strict=True):
-            if not ids or ids[-1] not in stop:
-                ids.append(token)
-        if all(ids[-1] in stop for ids in generated):
-            break
-    return generated
-
-
-def _pack_sequences(
-    model: Model, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], tokens: int
-) -> Batch:  # fmt: skip
-    """Pack all sequences so far, each padded to its final length.
-
-    Attention is causal, so padding after a token changes nothing; and shapes stay the same from token to token, which
-    saves recompilation. The last token of each sequence has a label, because scores are computed only for labelled
-    tokens.
-    """
-    so_far = [[*prompt, *new] for prompt, new in zip(prompts, generated, strict=True)]
-    sizes = [len(prompt) + tokens for prompt in prompts]
-    share = model.mesh.axes.cp * model.mesh.axes.tp
-    padded = [[*ids, *[0] * (size - len(ids))] for ids, size in zip(so_far, sizes, strict=True)]
-    labels = [[IGNORE] * size for size in sizes]
-    for ids, document_labels in zip(so_far, labels, strict=True):
-        document_labels[len(ids) - 1] = 0  # any token id will do: only the position matters
-    return pack(padded, labels=labels, length=-(-sum(sizes) // share) * share)
-
-
-def _next_logits(model: Model, batch: Batch) -> Tensor:
-    """Return `[P, V]` logits of the tokens with a label, one per prompt, on all ranks."""
-    local, mesh = batch.to(model.mesh.device), model.mesh
-    results = parallel.run_forward(model, [local], Want("target_logits"), lambda _batch, scores: scores[0])
-    row_P, share = local.is_target_T.nonzero().flatten(), len(batch) // mesh.axes.cp
-    wide = torch.promote_types(model.dtype, torch.float32)
-    local_PV = torch.zeros(len(row_P), vocab_slice_size(model), dtype=wide, device=mesh.device)
-    # Only the last stage has a result, with the prompts whose last token is on this cp rank.
-    for result_PV in results:
-        local_PV[row_P // share == mesh.coords["cp"]] = result_PV
-    return gather_vocabulary(model, mesh.all_reduce_(local_PV, Sum("the logits of a sample", ("pp", "cp"))))
-
-
-def _choose(logits_PV: Tensor, top_p: float | None, generators: Sequence[torch.Generator]) -> Tensor:
-    """Choose a token for each prompt: the likeliest, or by nucleus sampling."""
-    if top_p is None:
-        return logits_PV.argmax(-1)
-    probs_PV = logits_PV.double().softmax(-1)
-    sorted_PV, order_PV = probs_PV.sort(-1, descending=True)
-    is_beyond_PV = sorted_PV.cumsum(-1) - sorted_PV >= top_p  # the likelier tokens alone reach top_p
-    probs_PV.scatter_(-1, order_PV, sorted_PV.masked_fill(is_beyond_PV, 0.0))
-    # An exponential race: of independent exponential times with rates p, the first is token i with probability p_i.
-    # Each token has its own random number, so the order of equal probabilities, which may differ between meshes, does
-    # not change the draw. `torch.multinomial` on sorted probabilities would depend on it.
-    vocab = logits_PV.shape[1]
-    time_PV = torch.stack([torch.empty(vocab, dtype=torch.float64).exponential_(generator=each) for each in generators])
-    return (probs_PV / time_PV.to(probs_PV.device)).argmax(-1)
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    """Return a generator for one prompt, independent of other prompts. The global generator belongs to training."""
-    mixed = sha256(f"{seed} {number}".encode()).digest()[:8]
-    return torch.Generator().manual_seed(int.from_bytes(mixed, "big", signed=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from ..expert_collapse import ExpertUse
 from ..plan.html import Cell
 from .run_files import Run
 from .starts import endings
+
+_MOST_PICTURES = 8
+_JPEG = re.compile(r"[A-Za-z0-9+/]{1,40000}={0,2}")  # base64 of at most 30 kB
 
 
 def outcome(run: Run) -> tuple[str, str]:
@@ -205,3 +209,11 @@ def _flat(value: Any, at: str = "") -> Iterable[tuple[str, Any]]:
 def _text(value: Any) -> str:
     """Format a value as TOML does."""
     return "true" if value is True else "false" if value is False else str(value)
+
+
+def pictures(run: Run) -> list[tuple[str, str, str]]:
+    """Return of each picture that a run shows: its file, its row, and a JPEG in base64. Anything else is left out."""
+    listed = run.json("pictures.json").get("pictures")
+    entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    texts = [tuple(str(each.get(name, "")) for name in ("file", "place", "jpeg")) for each in entries[:_MOST_PICTURES]]
+    return [(file, place, jpeg) for file, place, jpeg in texts if _JPEG.fullmatch(jpeg)]

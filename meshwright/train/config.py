@@ -276,6 +276,8 @@ class SampleSection(Section):
     """The largest number of tokens per text; the model may end it earlier."""
     top_p: Fraction | None = None
     """Nucleus sampling: draw from the likeliest tokens of this total probability. By default greedy."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """Draw tokens, with logits divided by this first. By default greedy, or 1 with top_p."""
 
 
 class LogSection(Section):

@@ -133,8 +133,10 @@ _PAIRS: Mapping[str, Callable[[Tokens], Tokens]] = {"pairs": _as_it_is, "scored_
 
 def _root(section: SourceSection) -> Path:
     """Return the directory that relative paths of images start from."""
+    if section.pictures.root:
+        return path_of(section.pictures.root)
     first = path_of(section.path if isinstance(section.path, str) else section.path[0])
-    return path_of(section.pictures.root) if section.pictures.root else first if first.is_dir() else first.parent
+    return first if first.is_dir() else first.parent
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ class RerankPrompt:
             f'the answer can only be "{yes}" or "{no}".'
         )
         user = f"<Instruct>: {self.objective.instruction}\n<Query>: {query}\n<Document>: {document}"
-        return self.chat.prompt_of([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        return self.chat.request([{"role": "system", "content": system}, {"role": "user", "content": user}]).ids
 
 
 def answer_ids(reader: RowReader) -> tuple[int, int]:
@@ -334,13 +336,18 @@ def _chat(
     return Chat(tokenizer, options, stop_ids_of(tokenizer, generation_config_of(directory)), processor)
 
 
+def chat_of(section: SourceSection, directory: Path, tokenizer: Any, processor: Processor | None = None) -> Chat:
+    """Return what formats chats as the rows of a source are formatted."""
+    return _chat(section, directory, tokenizer, read_template(section.template), processor)
+
+
 def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
     """Return a function from a prompt to token ids, formatted as the model was trained on this source.
 
     A chat model that is sampled without its template answers worse, for no fault of the training.
     """
     if section.kind == "chat":
-        return _chat(section, directory, tokenizer, read_template(section.template)).prompt
+        return chat_of(section, directory, tokenizer).prompt
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from ..data import Documents, Tokens, tokenizer_of
+from ..data import Documents, Processor, Tokens, View, tokenizer_of
 from ..errors import DataError, counted
 from .config import Config
 from .data_sources import TrainingData
@@ -78,6 +78,17 @@ def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
     for documents in data.documents:
         for number in np.linspace(0, len(documents) - 1, min(num, len(documents))).astype(int).tolist():
             yield _document(documents, number, spell)
+            yield from (Text(f"  {_view(view, data.processor)}") for view in documents.tokens(number).views)
+
+
+def _view(view: View, processor: Processor | None) -> str:
+    """Name a picture or video with its size after scaling, and the tokens that it takes."""
+    assert processor is not None, "documents with pictures are made with a processor"
+    _, height, width = view.grid
+    name = view.files[0] + (f" and {len(view.files) - 1} more" if len(view.files) > 1 else "")
+    frames = f"{counted(len(view.taken), 'frame')} of " if view.taken else ""
+    size = f"{width * processor.patch} x {height * processor.patch} pixels"
+    return f"{name}: {frames}{size}, {counted(processor.num_tokens(view), 'token')}"
 
 
 def _speller(directory: Path) -> Callable[[Tokens, int, int], str]:

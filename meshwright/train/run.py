@@ -51,6 +51,7 @@ from .resume_point import position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .step_metrics import BySource
+from .thumbnails import write_thumbnails
 
 EXPORT, ADAPTER = "export", "adapter"
 
@@ -115,6 +116,7 @@ class Trainer:
         """
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
+            write_thumbnails(self.out, self.data)
             self.sinks.append(failure.Overcome(self.out, last_step(self.out / "metrics.jsonl")))
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoint import RUN, is_checkpoint, newest_of, run_of
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
-from ..engine import Engine, Model, check_no_placeholders, check_prompts, load, resume, sample
+from ..engine import Engine, Model, check_no_placeholders, check_prompts, sample
 from ..errors import DataError
 from ..models import placeholders_in, take, text_config
-from ..recipe import Lora
-from ..weights import path_of, peft_files, read_config
+from ..weights import read_config
 from .config import Config, SampleSection, SourceSection
-from .config_file import read
-from .data_sources import model_directory, prompter, vocab_size_of
+from .data_sources import prompter, vocab_size_of
+from .trained_model import TrainedModel
 
 _WITHOUT_TOKENIZER = "leave prompts of [sample] out"  # the fix in the message for a missing tokenizer
 
@@ -63,7 +59,10 @@ def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -
 
 def generated(model: Model, prompts: Prompts, section: SampleSection, seed: int) -> list[tuple[str, str]]:
     """Return pairs of prompt and generated text. Collective."""
-    answers = sample(model, prompts.ids, tokens=section.tokens, top_p=section.top_p, stop=prompts.stop, seed=seed)
+    answers = sample(
+        model, prompts.ids, tokens=section.tokens, top_p=section.top_p, temperature=section.temperature,
+        stop=prompts.stop, seed=seed,
+    )  # fmt: skip
     return [(text, prompts.text_of(ids)) for text, ids in zip(prompts.texts, answers, strict=True)]
 
 
@@ -82,29 +81,13 @@ class Samples:
 
 
 def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> list[tuple[str, str]]:
-    """Load a model on one process and sample from it.
+    """Load a model on one process and sample from it. `where`: see `TrainedModel.at`.
 
-    `where`: a model directory, a hub id, a PEFT adapter, a checkpoint, or a run or folder of checkpoints, whose newest
-    is taken. Adapters are added to the base that their config or their run names. The prompts of a checkpoint are
-    formatted like the first source of its run, those of any other model as chats; with `text` they are beginnings of
-    texts.
+    The prompts of a run are formatted like its first source, those of any other model as chats; with `text` they are
+    beginnings of texts.
     """
-    checkpoint, source, dtype, lora = newest_of(path_of(where)), SourceSection(path=[]), "bfloat16", None
-    where = where if checkpoint == path_of(where) else str(checkpoint)
-    run = run_of(checkpoint) if is_checkpoint(checkpoint) else None
-    if run is not None:
-        config = read(run / RUN)
-        source, dtype, lora = config.data[0], config.train.dtype, config.recipe.lora
-    base = config.model if run is not None and lora is not None else where
-    if run is None and (path_of(where) / peft_files.CONFIG_FILE).is_file():
-        base, lora = peft_files.base_of(where), Lora(path=str(path_of(where)))
-    if text:
-        source = SourceSection(path=[], kind="text")
-    prompts = prompts_of(section, source, model_directory(base))
+    trained = TrainedModel.at(where)
+    source = SourceSection(path=[], kind="text") if text else trained.sources[0]
+    prompts = prompts_of(section, source, trained.directory)
     assert prompts is not None, "the command line asks for one"
-    if run is not None and lora is not None:  # a checkpoint of adapters, which only an engine restores
-        model = load(base, **vars(config.recipe))
-        resume(Engine(model, lr=0.0), where)
-    else:
-        model = load(base, dtype=getattr(torch, dtype), train=[], lora=lora)  # frozen: no float32 masters
-    return generated(model, prompts, section, seed)
+    return generated(trained.load(), prompts, section, seed)
