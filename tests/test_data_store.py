@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshwright as mw
-from meshwright.data import row_files, token_cache
+from meshwright.data import cached_documents, row_files, token_cache
 from meshwright.data.row_files import Shard, files_of, place_of, rows_of, shards_of
 from meshwright.data.texts import Ready, Texts
 from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
@@ -56,7 +56,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
     assert result.tokens(1).spans == ((0, 5),)
     assert not result.tokens(1).ids.flags.owndata
     assert [result.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    assert result.statistics == token_cache.Statistics(2, 0, 0, 3, 12, 9, 5)
+    assert result.statistics == cached_documents.Statistics(2, 0, 0, 3, 12, 9, 5)
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
