@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 import meshwright as mw
 from meshwright.checkpoint import final_place
 from meshwright.checkpoint.manifest import Manifest, write_manifest
+from meshwright.objectives import OBJECTIVES
 from meshwright.train.config import Config, OptimSection, TrainSection, declared, named, section_of
 from meshwright.train.config_checks import num_tokens
 from meshwright.train.config_docs import changed_fields, schema
@@ -153,7 +154,8 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[train]\npacking = true\n", "documents are always packed"),
         (PLAIN + "[train]\nfp16 = true\n", "float16 is not supported"),
         (PLAIN + '[train]\noptimizer = "adamw_torch"\n', "AdamW is the only optimizer; [optim] has its fields"),
-        (PLAIN + "[dpo]\nbeta = 0.1\n", "supervised fine-tuning and pre-training. Losses of your own (DPO"),
+        (PLAIN + "[grpo]\nbeta = 0.1\n", "Reinforcement learning and losses of your own (GRPO"),
+        (PLAIN + "[dpo]\nbeta = 0.1\n", 'the section applies to objective = "dpo", and this run has "sft"'),
         (PLAIN + '[train]\ndeepspeed = "z3.json"\n', "as ZeRO-3 does"),
         (PLAIN + "[train]\nload-in-4bit = true\n", 'frozen = "nf4" of [train] quantises a frozen base'),
         (PLAIN + "[train]\ngradient_accumulation_steps = 8\n", "gradients are accumulated over"),
@@ -237,6 +239,8 @@ VALUES = {  # where the default says nothing of what else there may be
     "compiled": "true",
     "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
     "fp8": "block", "fp8_skip": '"layers.0.*"', "expert_rank": "4",
+    "objective": "simpo", "dpo.kind": "ipo", "distill.kind": "reverse", "rest": "renormalise", "labels": '["a", "b"]',
+    "dims": "[8, 4]", "answers": '["a", "b"]',
 }  # fmt: skip
 UNUSED = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
@@ -245,6 +249,8 @@ UNUSED = {  # what a field needs that it makes sense, by its name or its section
     "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"], "best": ["eval.path=y"],
     "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"], "eval.pictures": ["eval.path=y"],
     "eval.sets.0.pictures": ["eval.sets.0.path=y", "eval.sets.0.name=y"],
+    **{name: [f"objective={name}"] for name in OBJECTIVES}, "distill": ["objective=distill", "distill.teacher=y"],
+    "scores": ["distill.teacher="],
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 from ..errors import ConfigError
 from .losses import LossFunction
@@ -69,7 +69,8 @@ class Loss:
     def name(self) -> str:
         """Return the name of the function, or an objective with its options: what ranks compare."""
         function: object = self.function
-        if is_dataclass(function):
+        # A dataclass of options, and no other: it may hold the data of a rank.
+        if is_dataclass(function) and all("text" in each.metadata for each in fields(function)):
             return repr(function)
         named = function if inspect.isroutine(function) else type(function)
         return str(named.__qualname__)

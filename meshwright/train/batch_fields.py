@@ -28,13 +28,14 @@ class BatchFields:
     def __init__(self, config: Config, mesh: Mesh, directory: Path) -> None:
         self.key, self._teacher, self._scores, self._answers = "", None, None, (0, 0)
         self._objective = objective = config.objective_options
-        if isinstance(objective, Distill) and config.distill.scores:
-            self._scores = TeacherScores(path_of(config.distill.scores), objective)
+        section = config.distill
+        if isinstance(objective, Distill) and section is not None and section.scores:
+            self._scores = TeacherScores(path_of(section.scores), objective)
             self.key = str(self._scores.about["teacher"])
-        elif isinstance(objective, Distill):
+        elif isinstance(objective, Distill) and section is not None:
             # A teacher has the layout of the student, and no weights that are trained.
             recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
-            teacher = local_directory(config.distill.teacher, mesh)
+            teacher = local_directory(section.teacher, mesh)
             _check_tokenizers(teacher, directory)
             self._teacher, self.key = load(teacher, mesh, **vars(recipe)), weights_checksum(teacher, mesh)
         elif isinstance(objective, Rerank):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
 from ..objectives import OBJECTIVES, Objective
@@ -333,14 +333,14 @@ class Config(Section):
     pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()
     lora: LoraSection | None = None
-    dpo: Annotated[DpoSection, FIXED] = DpoSection()
-    orpo: Annotated[OrpoSection, FIXED] = OrpoSection()
-    simpo: Annotated[SimpoSection, FIXED] = SimpoSection()
-    reward: Annotated[RewardSection, FIXED] = RewardSection()
-    classify: Annotated[ClassifySection, FIXED] = ClassifySection()
-    distill: Annotated[DistillSection, FIXED] = DistillSection()
-    embedding: Annotated[EmbeddingSection, FIXED] = EmbeddingSection()
-    rerank: Annotated[RerankSection, FIXED] = RerankSection()
+    dpo: Annotated[DpoSection | None, FIXED] = None
+    orpo: Annotated[OrpoSection | None, FIXED] = None
+    simpo: Annotated[SimpoSection | None, FIXED] = None
+    reward: Annotated[RewardSection | None, FIXED] = None
+    classify: Annotated[ClassifySection | None, FIXED] = None
+    distill: Annotated[DistillSection | None, FIXED] = None
+    embedding: Annotated[EmbeddingSection | None, FIXED] = None
+    rerank: Annotated[RerankSection | None, FIXED] = None
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
@@ -349,6 +349,14 @@ class Config(Section):
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_section_of_objective(cls, values: Any) -> Any:
+        """Fill in the section of the objective. A section of another one is a mistake, so it is not filled in."""
+        objective = values.get("objective") if isinstance(values, dict) else None
+        missing = objective in OBJECTIVES and values.get(objective) is None
+        return {**values, objective: {}} if missing else values
 
     @property
     def recipe(self) -> Recipe:
@@ -359,7 +367,7 @@ class Config(Section):
         others = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _BY_HAND}
         others |= {} if self.lora is None else {"lora": Lora(**self.lora.model_dump())}
         others |= {} if self.objective == "sft" else {"head": OBJECTIVES[self.objective].head}
-        others |= {"labels": tuple(self.classify.labels)}
+        others |= {} if self.classify is None else {"labels": tuple(self.classify.labels)}
         return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **others)
 
     @property

@@ -287,8 +287,7 @@ def _check_optimizer_state(config: Config) -> Mistakes:
 def _check_objective(config: Config) -> Mistakes:
     """Refuse options of another objective, and fields that the rows of this one cannot follow."""
     for name in OBJECTIVES:
-        section = getattr(config, name)
-        if name != config.objective and section != type(section)():
+        if name != config.objective and getattr(config, name) is not None:
             yield (name,), f'the section applies to objective = "{name}", and this run has "{config.objective}"'
     if config.objective == "sft":
         return
@@ -306,7 +305,7 @@ def _check_objective(config: Config) -> Mistakes:
 def _check_teacher(config: Config) -> Mistakes:
     """Require one teacher of a distillation."""
     section = config.distill
-    if config.objective == "distill" and bool(section.teacher) == bool(section.scores):
+    if section is not None and bool(section.teacher) == bool(section.scores):
         given = "both say" if section.teacher else "neither says"
         yield (
             ("distill", "teacher"),

@@ -56,6 +56,16 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("target_modules", "lora_target_modules", "lora_target", "lora_targets"), ("lora", "targets")),
     "use_rslora": ("lora", "rslora"),
     "adapter_name_or_path": ("lora", "path"),
+    **dict.fromkeys(("stage", "rm", "rl_type", "trainer_type"), ("objective",)),
+    "pref_beta": ("dpo", "beta"),
+    **dict.fromkeys(("pref_loss", "loss_type"), ("dpo", "kind")),
+    **dict.fromkeys(("ref_model", "ref_model_name_or_path"), ("dpo", "reference")),
+    **dict.fromkeys(("rpo_alpha", "pref_ftx"), ("dpo", "sft_weight")),
+    "simpo_gamma": ("simpo", "margin"),
+    "center_rewards_coefficient": ("reward", "centre"),
+    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), ("distill", "teacher")),
+    **dict.fromkeys(("num_labels", "id2label", "label_names"), ("classify", "labels")),
+    **dict.fromkeys(("matryoshka_dims",), ("embedding", "dims")),
 }  # fmt: skip
 
 _LORA = "a section [lora] trains adapters: rank, alpha and targets, which are all linear layers by default"
@@ -79,8 +89,8 @@ _QUANTISED = (
     '[train] computes in 8 bits, state_dtype = "uint8" of [optim] stores the moments in 8 bits'
 )
 _REWARDS = (
-    "meshwright train does supervised fine-tuning and pre-training. Losses of your own (DPO, GRPO, PPO, distillation) "
-    "run in a Python loop: docs/rl.md and docs/losses.md"
+    "meshwright train learns from data that exist (objective = ...). Reinforcement learning and losses of your own "
+    "(GRPO, PPO, KTO) run in a Python loop: docs/rl.md and docs/losses.md"
 )
 _PACKING = (
     "documents are always packed into streams of `length` tokens, and never attend to each other. Only the end of a "
@@ -119,8 +129,7 @@ REFUSED = {
         ("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit", "bnb", "bitsandbytes"), _QUANTISED
     ),
     **dict.fromkeys(
-        ("dpo", "ppo", "grpo", "kto", "orpo", "simpo", "cpo", "rlhf", "rl", "rm", "reward", "reward_model", "ref_model",
-         "beta", "pref_beta", "distillation", "stage"),
+        ("ppo", "grpo", "kto", "cpo", "rlhf", "rl", "reward_model"),
         _REWARDS,
     ),
     **dict.fromkeys(
@@ -162,7 +171,7 @@ REFUSED = {
         "a source is read completely; weight of [[data]] selects a part of it for each epoch",
     ),
     **dict.fromkeys(
-        ("label_smoothing", "neftune", "liger_kernel", "use_liger_kernel", "ema"), "it is not supported"
+        ("label_smoothing_factor", "neftune", "liger_kernel", "use_liger_kernel", "ema"), "it is not supported"
     ),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ class Reference:
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> Reference:
         """Return the reference of a run: `dpo.reference`, or the model as it is before training."""
-        directory = local_directory(config.dpo.reference or config.model, mesh)
+        directory = local_directory(_named(config) or config.model, mesh)
         recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
         return cls(directory, recipe, weights_checksum(directory, mesh))
 
@@ -61,6 +61,11 @@ class Reference:
     def load(self, mesh: Mesh) -> Model:
         """Load it, frozen."""
         return load(self.directory, mesh, **vars(self.recipe))
+
+
+def _named(config: Config) -> str:
+    """Return the reference that a run file names, empty for the model itself."""
+    return "" if config.dpo is None else config.dpo.reference
 
 
 def weights_checksum(directory: Path, mesh: Mesh) -> str:
@@ -194,7 +199,7 @@ class WithReference:
     """
 
     def __init__(self, config: Config, mesh: Mesh, sets: Sequence[TrainingData], cache: Path) -> None:
-        self.key, self._sets, self._scores, self._own = "", sets, None, not config.dpo.reference
+        self.key, self._sets, self._scores, self._own = "", sets, None, not _named(config)
         if config.objective != "dpo":
             return
         reference = Reference.of(config, mesh)

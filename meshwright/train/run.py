@@ -93,7 +93,7 @@ class Trainer:
         fields = BatchFields(config, mesh, directory)
         self.model = load(config.model, mesh, **vars(config.recipe))
         if isinstance(config.objective_options, Embedding):
-            add_embedding_files(self.model, query_prompt=config.embedding.query_prompt)
+            add_embedding_files(self.model, query_prompt=config.objective_options.query_prompt)
         if config.save.export:
             self._check_export()
         # Before a checkpoint is loaded: the model is the reference.
