@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+gc.disable()  # until all test files are imported, which leaves no garbage
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,17 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest, in that order. They start first: a long one that starts last leaves the other workers idle.
 LONGEST = (
-    "test_fp8", "test_savings", "test_meshes", "test_vision_meshes", "test_verify", "test_plan_search", "test_train",
-    "test_checkpoint", "test_token_once", "test_fp8_gathers", "test_matrix", "test_activations", "test_causes",
-    "test_state_in_8_bits", "test_vision_planted", "test_pipeline", "test_renamed", "test_lora", "test_lora_train",
-    "test_lora_meshes", "test_verify_lora", "test_frozen_fp8", "test_fp8_files", "test_plan", "test_plants",
-    "test_docs", "test_demo", "test_engine", "test_weights", "test_state_dict", "test_frozen", "test_4_bit_files",
-    "test_long_contexts", "test_state", "test_context", "test_killed",
+    "test_hosts", "test_mtp", "test_meshes", "test_fp8_gathers", "test_fp8", "test_matrix", "test_vision_meshes",
+    "test_activations", "test_checkpoint", "test_token_once", "test_lost_ranks", "test_rl", "test_train",
+    "test_verify", "test_sleep", "test_causes", "test_state_in_8_bits", "test_pipeline", "test_renamed",
+    "test_stream_ranks", "test_plan_search", "test_savings", "test_fp8_files", "test_frozen_fp8", "test_lora_meshes",
+    "test_engine", "test_weights", "test_4_bit_files", "test_reports", "test_plan", "test_frozen", "test_verify_lora",
+    "test_state_dict", "test_state", "test_docs", "test_vision_planted", "test_value_heads", "test_context",
+    "test_long_contexts", "test_plants", "test_demo", "test_killed", "test_train_live", "test_lora",
+    "test_verify_peer", "test_train_loop", "test_train_pictures", "test_qwen4_meshes", "test_checkpoint_power",
+    "test_kernels_compile",
 )  # fmt: skip
 
 
 def pytest_collection_finish() -> None:
     """Leave imported modules out of garbage collections, which took a tenth of the tests' CPU time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -63,6 +68,14 @@ def _leaves_the_process_as_it_was(request: pytest.FixtureRequest) -> Iterator[No
     of_kernels = request.node.get_closest_marker("gpu")  # those who import them find out what they write there
     assert of_kernels or _environment() == before, "this test changed os.environ; use monkeypatch.setenv"
     assert not dist.is_initialized(), "this test made a mesh in the test process; use tests.worlds.run(1, ...)"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_what_stays_out_of_garbage_collections() -> None:
+    """Freeze what earlier files imported and made. A load collects garbage first, which took 0.5 s of CPU each time in
+    a process that had run a few hundred tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

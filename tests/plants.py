@@ -243,7 +243,7 @@ aux_with_filler = around(router_balance.Balance, "begin")(
 
 def aux_of_own_rank(patch: Patch) -> None:
     """Pool the tokens of each rank alone (Megatron-LM#3769)."""
-    patch.setattr(router_module, "pooled_counts", lambda _: Sum("of one rank", ()))
+    patch.setattr(router_module, "pooled_counts", lambda *_: Sum("of one rank", ()))
 
 
 @around(router_module.Router, "set_slope")

@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING.md that no linter knows, read from the source. Each finding names file:line and the fix."""
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -59,6 +60,14 @@ KINDS = {
 }
 ON_THE_DEVICE = ("sharding", "models", "parallel", "optim", "engine")  # others also work on the host, and say so
 
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def walked(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 Finding = tuple[int, str]
 Rule = Callable[[str, ast.Module, str], Iterator[Finding]]
 
@@ -70,7 +79,7 @@ def file_length(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
 
 
 def function_length(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = node.end_lineno - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
@@ -81,9 +90,9 @@ def function_length(package: str, tree: ast.Module, text: str) -> Iterator[Findi
 
 
 def number_of_arguments(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    owners = {id(f): f"{c.name}.{f.name}" for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
+    owners = {id(f): f"{c.name}.{f.name}" for c in walked(tree) if isinstance(c, ast.ClassDef)
               for f in c.body if isinstance(f, ast.FunctionDef)}  # fmt: skip
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             named = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             num = len([name for name in named if name not in ("self", "cls", "ctx")])
@@ -99,13 +108,13 @@ def number_of_arguments(package: str, tree: ast.Module, text: str) -> Iterator[F
 
 
 def probing(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr" and len(node.args) == 3:
             yield node.lineno, "getattr with a default hides a missing attribute; declare it, and read it plainly"
 
 
 def swallowed_exceptions(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno, "a bare except also catches KeyboardInterrupt; name the exceptions that are expected"
         elif isinstance(node, ast.ExceptHandler) and catches_all(node.type) and not any(map(does_something, node.body)):
@@ -123,7 +132,7 @@ def process_groups(package: str, tree: ast.Module, text: str) -> Iterator[Findin
 
 def default_group(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     """verify has its processes for itself."""
-    for node in ast.walk(tree) if package != "verify" else ():
+    for node in walked(tree) if package != "verify" else ():
         called = dotted(node.func).partition("dist.")[2] if isinstance(node, ast.Call) else ""
         if called in GROUPED and "group" not in {args.arg for args in node.keywords}:  # type: ignore[attr-defined] # a call
             yield node.lineno, "the default group is the user's: his calls would meet ours; give group="
@@ -139,7 +148,7 @@ def reference_library(package: str, tree: ast.Module, text: str) -> Iterator[Fin
 def device_names(package: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     if package in ("mesh", "watch"):  # which process groups are made of, and how they fail
         return
-    for node in ast.walk(tree):
+    for node in walked(tree):
         named = KINDS.intersection(parts_of_name(node))
         if named:
             yield node.lineno, f"{min(named)} outside of mesh; take the device from the mesh or from a tensor"
@@ -168,7 +177,7 @@ def dotted(node: ast.expr) -> str:
 
 def used_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Modules and names that are imported, and chains of attributes that start at a module."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -191,7 +200,7 @@ def does_something(node: ast.stmt) -> bool:
 def findings(rule: Rule, path: str, text: str) -> list[str]:
     """Return the findings of `rule` in the file at `path`, which starts with meshwright/."""
     package = PurePosixPath(path).parts[1].removesuffix(".py")
-    return [f"{path}:{line}: {message}" for line, message in rule(package, ast.parse(text), text)]
+    return [f"{path}:{line}: {message}" for line, message in rule(package, parsed(text), text)]
 
 
 RULES = [

@@ -43,8 +43,8 @@ MESHES = [
     dict(replicate=2, fsdp=2), dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=4),
     dict(cp=2), dict(pp=2), dict(pp=3), dict(pp=2, fsdp=2), dict(pp=2, stages=2), dict(cp=2, tp=2),
 ]  # fmt: skip
-# `make matrix` also has meshes that are part of another, and 4 shards where 3 are uneven.
-FOURS: list[dict[str, int]] = [dict(fsdp=4), dict(tp=4), dict(fsdp=2, ep=2)]
+# `make matrix` also has meshes that are part of another, 4 shards where 3 are uneven, and 3 stages.
+FOURS: list[dict[str, int]] = [dict(fsdp=4), dict(tp=4), dict(pp=3), dict(fsdp=2, ep=2)]
 TRIED = [
     mesh
     for mesh in MESHES

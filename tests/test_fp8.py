@@ -52,13 +52,12 @@ ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.
 FULL = [Case(name, (*mesh.items(),)) for mesh in ALL for name in tiny.ALIGNED if "moe" in name or "ep" not in mesh]
 FEW = [
     Case("qwen3", (("tp", 4),)),
-    Case("qwen3_5_moe", (("tp", 2),)),
     Case("qwen3_5", (("cp", 2),)),  # FSDP shards over cp too
-    Case("qwen3_moe", (("tp", 2), ("ep", 2))),  # tests/test_fp8_gathers.py has fsdp too
+    Case("qwen3_5_moe", (("tp", 2), ("ep", 2))),  # tests/test_fp8_gathers.py has fsdp and pp too
 ]
 CASES = FULL if parts.ALL else FEW
 ROUNDED = [
-    Case(name, (*BOTH.items(),), dtype)
+    Case(name, (*(BOTH if parts.ALL else dict(tp=2)).items(),), dtype)
     for dtype in ((torch.float32, torch.bfloat16) if parts.ALL else (torch.bfloat16,))
     for name in (tiny.ALIGNED if parts.ALL else ["qwen3"])
 ]
@@ -83,7 +82,7 @@ def findings(sources: dict[str, Path], group: list[Case]) -> dict[Case, list[Fin
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("aligned")
-    few = {"qwen3_moe": dict(num_experts=4), "qwen3_5": dict(linear_num_key_heads=2, linear_num_value_heads=4)}
+    few = {"qwen3_5": dict(linear_num_key_heads=2, linear_num_value_heads=4)}
     changes = {name: tiny.in_blocks(name) | ({} if parts.ALL else few.get(name, {})) for name in tiny.ALIGNED}
     return {name: tiny.directory(at / name, name, dtype=torch.bfloat16, **changes[name]) for name in tiny.ALIGNED}
 

@@ -97,14 +97,13 @@ ALL = [
 ]  # fmt: skip
 FEW = [
     Case("qwen3_moe", {}, BF16, "full"),  # no rank shares a weight: modules take the codes
-    Case("qwen3", dict(tp=2), F32, "full"),
     Case("qwen3", dict(fsdp=2), BF16, "full"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3", dict(fsdp=2), F32, "host"),  # offloaded parameters are gathered in the compute dtype
     Case("qwen3_moe", dict(fsdp=3), BF16, "gathered"),
     Case("qwen3_5", dict(fsdp=2), F64, "selective"),
     Case("qwen3", dict(fsdp=2), F32, "once"),
-    Case("qwen3_moe", dict(fsdp=2, tp=2, ep=2), F32),
+    Case("qwen3_moe", dict(tp=2, ep=2), F32),  # the shards are over tp, and those of experts are whole
     Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
 ]
 CASES = {str(case): case for case in (*FEW, *(ALL if parts.ALL else []))}

@@ -53,15 +53,16 @@ def on(name: str, context: mw.ContextParallel = CHOSEN, recompute: str = "none",
 
 
 CASES = parts.every(
-    2,
+    3,
     [
         on("qwen3", mw.ContextParallel(attention=2), cp=4),
         on("qwen3_5_moe", ALL, "full", cp=4, ep=2),
         on("qwen3_5", mw.ContextParallel(attention=2, delta=2), "selective", cp=4),
         on("qwen3_5", cp=3),  # of 4 heads: nothing can be swapped
-        on("qwen3_5", ALL, cp=2, tp=2),
         on("qwen3_moe", GATHERED, fsdp=2, cp=2, ep=4),
+        on("qwen3_5", ALL, cp=2, tp=2),
     ],
+    2,
 )
 
 

@@ -108,9 +108,7 @@ PIPELINES = {
 }  # fmt: skip
 QUICK = [
     Case("qwen3", "tp=4", "full", "fp8"),
-    Case("qwen3_5", "tp=4", "none", "bfloat16"),
     Case("qwen3_5_moe", "tp=2", "selective", "fp8"),
-    Case("qwen2", "tp=2", "full", "bfloat16"),
     Case("qwen3_5_moe", "fsdp=2,ep=2", "none", "bfloat16"),
     Case("qwen3_moe", "fsdp=2,ep=2", name="gathers_once", fields=memory(gather_once=True, sum_once=True)),
     Case("qwen3_moe", "pp=2", name="zero-bubble", fields={"pipeline": PIPELINES["zero-bubble"]}),

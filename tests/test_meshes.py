@@ -39,21 +39,26 @@ def of(name: str, head: str, mesh: dict[str, int]) -> Case:
     return Case(name, head, tuple(mesh.items()))
 
 
-EXPERTS = trials.EXPERT_MESHES if parts.ALL else [dict(fsdp=2, ep=2), WIDEST]
-ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *EXPERTS]
-
-
-def families(number: int, mesh: dict[str, int]) -> list[str]:
-    """Return one family per mesh, in turn. tests/test_matrix.py has the other pairs."""
-    if "ep" in mesh:
-        return parts.every(2, (name for name in tiny.ODD if "moe" in name), number)
-    return parts.every(6, tiny.ODD, number)
-
+ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.EXPERT_MESHES]
+# Each family once, each axis in a small world and in one of two axes. tests/test_matrix.py has the other pairs.
+FEW: list[tuple[str, dict[str, int]]] = [
+    ("qwen3", {}),
+    ("qwen3_moe", dict(tp=2)),
+    ("qwen3_5", dict(fsdp=2)),
+    ("qwen2", dict(replicate=2)),
+    ("qwen3_5_moe", BOTH),
+    ("qwen3", dict(tp=4)),  # copies of 2 kv heads
+    ("qwen3_tied", dict(cp=2, tp=2)),
+    ("qwen3_next", dict(fsdp=2, cp=2)),
+    ("qwen2", dict(pp=2, tp=2)),
+    ("qwen3_moe", WIDEST),
+    ("qwen4_exp", {}),
+]
+PAIRS = [(name, mesh) for mesh in ALL for name in tiny.ODD] if parts.ALL else FEW
 
 CASES = [
     of(name, head, mesh)
-    for number, mesh in enumerate(ALL)
-    for name in families(number, mesh)
+    for name, mesh in PAIRS
     for head in ("lm", "value")
     if "moe" in name or "ep" not in mesh  # ep changes nothing without experts, as tests/matrix.py shows
     if not (head == "value" and tiny.ODD[name]["tie_word_embeddings"])  # a value head is never tied

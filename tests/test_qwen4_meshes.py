@@ -73,9 +73,10 @@ CASES = [
     Case(dict(replicate=2, fsdp=2), "selective", TRAINED, Short()),
     Case(dict(fsdp=2, cp=2, ep=4), "full", TRAINED, Short()),
     Case(dict(fsdp=2, cp=2, ep=4), "none", FROZEN),
+    Case(dict(fsdp=2, ep=2), "full", FROZEN, Short()),
 ]
 EIGHT = Case(dict(pp=2, fsdp=2, tp=2, ep=2), "selective", TRAINED, Short())
-FEW = [CASES[0], CASES[11], CASES[14]]
+FEW = [CASES[0], CASES[11], CASES[-1]]
 TRIED = [*CASES, EIGHT] if parts.ALL else FEW
 
 

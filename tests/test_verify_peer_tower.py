@@ -53,7 +53,7 @@ def check_clean(part: RunResult, family: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("family", parts.every(2, seeing.ODD))
+@pytest.mark.parametrize("family", parts.every(3, seeing.ODD))
 def test_the_tower_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     counts = check_clean(compared_with_transformers(tmp_path, family), family)
     assert counts["parts of the forward"] == NUM_PARTS[family]

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..parallel import local
 
 _ALLOCATIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
@@ -32,13 +35,17 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an allocation. Integers stay as they are: they have no NaN."""
+    """Wrap an allocation. Integers stay as they are: they have no NaN.
+
+    A DTensor is filled through its shard, and a fake tensor has no memory: dispatch of each new shape in either took a
+    fifth of the time of a trial with FSDP.
+    """
 
     @functools.wraps(allocate)
     def poisoned(*args: object, **kwargs: object) -> Tensor:
         out = allocate(*args, **kwargs)
-        if out.is_floating_point():
-            out.detach().fill_(torch.nan)
+        if out.is_floating_point() and not isinstance(out, FakeTensor):
+            local(out).detach().fill_(torch.nan)
         return out
 
     return poisoned

@@ -149,22 +149,11 @@ def of_experts(x, weight, *_):
     return swiglu(x.flatten(1), (x * weight).mean((1, 2)).to(torch.promote_types(x.dtype, torch.float32)))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Keep what the compiler made, above all headers, for the tests of this file."""
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
-def test_gates_of_experts(cache):
-    """Compiled in earnest, by a rank of its own: torch writes into its environment. Nor does it share what others
-    compile at the same time."""
-    worlds.run(1, compiled_on_a_cpu, cache, (of_experts,), seconds=120)
-
-
 @pytest.mark.slow
-def test_norms_gates_and_rotations(cache):
-    """A dozen kernels take half a minute, and twice that while other tests run."""
-    worlds.run(1, compiled_on_a_cpu, cache, ALL, seconds=240)
+def test_norms_gates_and_rotations(tmp_path):
+    """Compiled in earnest, by a rank of its own: torch writes into its environment. Nor does it share what others
+    compile at the same time. A dozen kernels take half a minute, and twice that while other tests run."""
+    worlds.run(1, compiled_on_a_cpu, str(tmp_path), ALL, seconds=240)
 
 
 def compiled_on_a_cpu(cache, functions):
