@@ -377,6 +377,7 @@ class RecipeFields(TypedDict, total=False):
     """The fields of `Recipe` as keyword arguments, for type checkers. A test compares the two."""
 
     head: str
+    labels: Sequence[str]
     dtype: "torch.dtype | None"
     train: str | Sequence[str]
     tower: bool

@@ -62,7 +62,7 @@ OTHERS = {
         "data.template_sandbox._THREADS",
         "objectives.distillation._PADDING_ROWS",
         "data.tokenizer._MOST_TEMPLATE_BYTES", "data.vision_files.MOST_PIXELS", "train.config_checks.MOST_STEPS",
-        "train.lock._MOST_BYTES",
+        "train.lock._MOST_BYTES", "train.reference_scores._DIGEST_BYTES",
     },
     "what is shown or said, and how much of it": {
         "data.feed._NAMED", "data.token_cache._NAMED", "checkpoint.inspect._MOST", "verify.weight_checks._MOST",
@@ -148,7 +148,9 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
     assert [each for each in actual if each.small >= each.size and each.name != "CHUNK"] == []
     assert whole == [vars(importlib.import_module(each.module))[each.name] for each in actual]
     packages = {each.module.split(".")[1] for each in actual}
-    assert packages - {*TRIED} == {"data", "checkpoint", "weight_sync", "objectives"}, "add a test that cuts them"
+    assert packages - {*TRIED} == {"data", "checkpoint", "weight_sync", "objectives", "train"}, (
+        "add a test that cuts them"
+    )
 
 
 def test_verify_shrinks_them_but_for_one_run() -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import meshwright as mw
+from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.train import config_file, loop, reference_scores
 from meshwright.train.run import run
 from tests import parts, runs, worlds
@@ -62,7 +63,7 @@ def labelled(path: Path) -> Path:
 def retrieved(path: Path) -> Path:
     """Write queries with one or two positives and none to three hard negatives."""
     dice = random.Random(3)
-    word = lambda: "".join(dice.choice("abcdef ") for _ in range(dice.randint(1, 15))) + "."  # noqa: E731 - short
+    word = lambda: "".join(dice.choice("abcdef ") for _ in range(dice.randint(6, 15))) + "."  # noqa: E731 - short
     with path.open("w") as out:
         for number in range(40):
             row: dict[str, Any] = {"query": word(), "positive": word()}
@@ -164,7 +165,8 @@ def stopped(path: Path, at_step: int, *sets: str) -> tuple[list[str], int]:
 
     loop.Loop._log_step, reference_scores.logprobs = note, count  # type: ignore[assignment]
     try:
-        run(config_file.read(path, sets))
+        with shrunk_part_sizes():  # several chunks of scores
+            run(config_file.read(path, sets))
     finally:
         loop.Loop._log_step, reference_scores.logprobs = real, score  # type: ignore[method-assign]
     return seen, sum(scored)
@@ -176,15 +178,16 @@ def test_a_run_goes_on_with_its_pairs_and_scores(tmp_path: Path) -> None:
     whole, parted = (file_of(tmp_path / name, "dpo", model, train={"steps": 6}) for name in ("whole", "parted"))
     [(undisturbed, _)] = worlds.run(1, stopped, whole, 99)
     first, num_scored = worlds.run(2, stopped, parted, 2, "mesh.fsdp=2")[0]
-    assert num_scored > 0
+    assert num_scored > 8
     chunk = next((tmp_path / "parted" / "cache" / "reference").glob("*/000000"))
     kept = chunk.read_bytes()
+    chunk.unlink()  # as if it had been killed before
     second, num_scored = worlds.run(1, stopped, parted, 99)[0]
-    assert num_scored == 0
+    assert 0 < num_scored <= 4
     assert [each.replace("/parted/", "/whole/") for each in [*first, *second]] == undisturbed
     assert runs.losses(tmp_path / "parted") == pytest.approx(runs.losses(tmp_path / "whole"), rel=1e-9)
     chunk.write_bytes(kept[:-1] + b"x")
-    assert worlds.run(1, stopped, parted, 99, "train.steps=7")[0][1] > 0
+    assert 0 < worlds.run(1, stopped, parted, 99, "train.steps=7")[0][1] <= 4
     rows, before = (np.frombuffer(content[16:]).reshape(-1, 3) for content in (chunk.read_bytes(), kept))
     assert np.allclose(rows, before, rtol=1e-12)
     weights = model / "model.safetensors"

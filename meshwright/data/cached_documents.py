@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -74,10 +75,17 @@ class Documents:
         self._offsets = np.concatenate([_numbers(batch.column("at")) for batch in batches])
         self._views = [batch.column("views") for batch in batches]
         self._first = [0, *accumulate(len(batch) for batch in batches)]
+        self.values: Mapping[str, NDArray[np.float64]] = {}  # by name, `[rows, documents of a row]`
         self.lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._ids]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def with_values(self, values: Mapping[str, NDArray[np.float64]]) -> Documents:
+        """Return the documents with numbers that batches have as fields, one a document: such as reference scores."""
+        documents = copy.copy(self)
+        documents.values = values
+        return documents
 
     def tokens(self, number: int) -> Tokens:
         """Return a document as a view of the mapped file."""

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
@@ -112,8 +111,8 @@ class Streams(NamedTuple):
 class Feed:
     """Batches of one data rank. Each step takes `micro_batches` streams for each of `num_ranks` data ranks.
 
-    `processor`: decodes the pictures of a vision-language model, several at a time. `values`: fields with one number a
-    document, for each source `[rows, documents of a row]`, such as log-probabilities under a reference model.
+    `processor`: decodes the pictures of a vision-language model, several at a time. Numbers of documents
+    (`Documents.values`) become fields.
 
     Two threads of work overlap with the GPU: this one packs and decodes the next step, and FFmpeg and Pillow decode
     inside of it in parallel. `time/data_wait_share` in the metrics says if that is not enough.
@@ -121,9 +120,9 @@ class Feed:
 
     def __init__(
         self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int,
-        processor: Processor | None = None, values: Mapping[str, Sequence[NDArray[np.float64]]] | None = None,
+        processor: Processor | None = None,
     ) -> None:  # fmt: skip
-        self.documents, self.plan, self.micro_batches, self.values = documents, plan, micro_batches, values or {}
+        self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
         self.processor, self._readers = processor, ThreadPoolExecutor(_IMAGE_THREADS, "pictures")
         self.rank, self.num_ranks = rank, num_ranks
         self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
@@ -156,14 +155,14 @@ class Feed:
         """Make the batch of a stream."""
         sources = [piece.source for piece in pieces] if len(self.documents) > 1 else None
         parts = [self._part(piece) for piece in pieces]
-        values = {
-            name: [
-                each[piece.source][piece.document, : len(part.sizes)].tolist()
-                for piece, part in zip(pieces, parts, strict=True)
-            ]
-            for name, each in self.values.items()
-        }
+        values = {name: [self._values(name, piece, part) for piece, part in zip(pieces, parts, strict=True)]
+                  for name in self.documents[0].values}  # fmt: skip
         return batch_of(parts, self.plan.length, sources, self._images(parts, pieces), values)
+
+    def _values(self, name: str, piece: Piece, part: Tokens) -> list[float]:
+        """Return the values of the documents of a row."""
+        values: list[float] = self.documents[piece.source].values[name][piece.document, : len(part.sizes)].tolist()
+        return values
 
     def _images(self, parts: Sequence[Tokens], pieces: Sequence[Piece]) -> Images | None:
         """Decode the pictures of a stream."""

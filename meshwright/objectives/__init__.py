@@ -7,7 +7,7 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 """
 
 from .classify import Classify
-from .distillation import Distill, check_vocabularies
+from .distillation import Distill
 from .embedding import Embedding, last_token_labels
 from .embedding_files import add_embedding_files
 from .objective import Objective
@@ -36,7 +36,6 @@ __all__ = [
     "TeacherScores",
     "TeacherScoresWriter",
     "add_embedding_files",
-    "check_vocabularies",
     "last_token_labels",
     "weights_fingerprint",
 ]

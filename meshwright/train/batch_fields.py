@@ -10,7 +10,8 @@ from ..data import Batch, tokenizer_of
 from ..engine import Model, load
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..objectives import Distill, Rerank, TeacherScores, check_vocabularies
+from ..objectives import Distill, Rerank, TeacherScores
+from ..objectives.distillation import check_vocabularies
 from ..weights import local_directory, path_of
 from .config import Config
 from .data_sources import RowReader, answer_ids

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..checkpoint import extents_of_model
 from ..data import (
@@ -147,7 +144,6 @@ class TrainingData:
     plan: Plan
     num_steps: int
     processor: Processor | None = None
-    values: Mapping[str, Sequence[NDArray[np.float64]]] = field(default_factory=dict)  # see `Feed`
 
     def left_out(self) -> Iterator[str]:
         """Yield a line for each source with documents that are dropped because they are longer than a stream."""
@@ -160,7 +156,7 @@ class TrainingData:
         """Return the batches of this data rank, `micro_batches` of them for each step."""
         return Feed(
             self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks,
-            processor=self.processor, values=self.values,
+            processor=self.processor,
         )  # fmt: skip
 
 

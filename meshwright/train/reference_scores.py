@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from ..errors import RankError
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..objectives import REFERENCE
+from ..ops.part_sizes import part_size
 from ..recipe import Recipe
 from ..weights import local_directory, open_source
 from .config import Config
@@ -33,8 +34,8 @@ from .data_sources import TrainingData
 Scores = NDArray[np.float64]  # [rows of the data, documents of a row]; NaN where nothing was scored
 
 _VERSION = 1
-_CHUNK = 256  # streams
-_BLOCK = 64 << 20  # bytes of a weight file that one rank hashes at a time
+_CHUNK = part_size(__name__, "_CHUNK", 256, small=3)  # streams
+_BLOCK = part_size(__name__, "_BLOCK", 64 << 20, small=1000)  # bytes of a weight file that one rank hashes at a time
 _DIGEST_BYTES = 16
 
 
@@ -214,10 +215,14 @@ class WithReference:
         assert self._scores is not None
         return [[self._scores.score(each, model, data.processor) for each in data.documents] for data in self._sets]
 
-    def fields(self, model: Model) -> list[Mapping[str, Sequence[Scores]]]:
-        """Return the fields by document of each set. Collective. `model`: the one to train, not trained yet."""
+    def sets(self, model: Model) -> list[TrainingData]:
+        """Return the sets with the scores of their documents. Collective. `model`: the one to train, before it is."""
         if self._scores is None:
-            return [{} for _ in self._sets]
+            return [*self._sets]
         base = model.base() if self._own and model.recipe.lora is not None else contextlib.nullcontext()
         with base, torch.no_grad():
-            return [{REFERENCE: scores} for scores in self._score(model)]
+            scores = self._score(model)
+        return [
+            replace(data, documents=[d.with_values({REFERENCE: x}) for d, x in zip(data.documents, own, strict=True)])
+            for data, own in zip(self._sets, scores, strict=True)
+        ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -97,9 +96,8 @@ class Trainer:
         if config.save.export:
             self._check_export()
         # Before a checkpoint is loaded: the model is the reference.
-        own, *others = reference.fields(self.model)
-        self.data = replace(self.data, values=own)
-        held_out = {name: replace(x, values=v) for (name, x), v in zip(held_out.items(), others, strict=True)}
+        self.data, *others = reference.sets(self.model)
+        held_out = dict(zip(held_out, others, strict=True))
         self.engine = _engine(config, self.model, self.data)
         self.position = position_of(config, self.engine, self.data, reference.key or fields.key)
         self.prepare = fields.of(self.model)
