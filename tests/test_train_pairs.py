@@ -21,6 +21,7 @@ from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.train import config_file, loop, reference_scores
 from meshwright.train.run import run
 from tests import parts, runs, worlds
+from tests.templates import tokenizer
 from tests.words import words
 
 STEPS = 30 if parts.ALL else 3
@@ -243,3 +244,25 @@ def test_mistakes_are_reported_before_anything_runs(tmp_path: Path, name: str) -
     path = file_of(tmp_path / "run", "dpo", tmp_path / "m")
     with pytest.raises(mw.ConfigError, match=BAD[name][1]):
         config_file.read(path, BAD[name][0])
+
+
+def reranked(path: Path) -> tuple[float, float]:
+    """Return the loss of the first step before training, and the same by hand: from logits, and texts of the rows."""
+    trainer = mw.Trainer(config_file.read(path))
+    batches = trainer.prepare(trainer.feed.step(0).batches)
+    known, rows = tokenizer(), [json.loads(line) for line in (path.parent / "chats.jsonl").read_text().splitlines()]
+    positives = {(row["query"], text) for row in rows for text in row.get("pos", [row.get("positive")])}
+    ids, terms = [known.encode(word, add_special_tokens=False)[0] for word in ("n", "y")], []
+    for batch in batches:
+        for tokens, logits in zip(batch.split(batch.tokens), batch.split(mw.logits(trainer.model, batch)), strict=True):
+            text = known.decode(tokens)
+            query, document = text.split("<Query>: ")[1].split("<|im_end|>")[0].split("\n<Document>: ")
+            assert 'can only be "y" or "n"' in text
+            terms.append(-logits[-1, ids].log_softmax(-1)[int((query, document) in positives)])
+    return trainer.engine.evaluate(batches), float(torch.stack(terms).mean())
+
+
+def test_a_reranker_is_scored_as_its_prompt_says(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "run", "rerank", runs.source(tmp_path / "m", "qwen3"))
+    [(loss, by_hand)] = worlds.run(1, reranked, path)
+    assert loss == pytest.approx(by_hand, rel=1e-9)
