@@ -224,7 +224,6 @@ REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
     "no groups": (dict(), _step(DOCUMENTS, None), words("DataError", "document 0", "alone", "4 of 4", "groups=")),
     "several labels": (dict(), _step(DOCUMENTS, [0, 0, 1, 1], labels=None), words("DataError", "document 0", "2 tokens",
         "last_token_labels")),
-    "nothing to compare": (dict(), _step(DOCUMENTS[:2], [0, 0]), words("DataError", "no negative", "more groups")),
     "another head": (dict(), lambda e: mw.Engine(e.model, lr=1.0, loss=Embedding().loss).step([mw.pack(DOCUMENTS,
         groups=[0, 0, 1, 1])]), words("DataError", "hidden states", 'head="none"')),
     "wide prefixes": (dict(), _step(DOCUMENTS, [0, 0, 1, 1], Embedding(dims=(64, 32)).loss), words("ConfigError", "64",
@@ -415,3 +414,22 @@ def test_a_model_trains_as_in_sentence_transformers(embedder: Path, dims: tuple[
     for name, parameter in model[0].auto_model.named_parameters():
         assert parameter.grad is not None
         assert (grads[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
+def test_groups_of_one_row_are_no_negatives_of_each_other() -> None:
+    """Documents are a query and a positive three times; the first two groups are of one row. One group alone has the
+    loss 0, as the last step of an epoch may have it."""
+    unit = torch.nn.functional.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1)
+    docs = LossDocuments([1] * 6, [0, 0, 1, 1, 2, 2], torch.ones(6, dtype=torch.bool))
+    objective = Embedding(temperature=0.5)
+    row = torch.tensor([7.0, 7.0, 7.0, 7.0, 8.0, 8.0])
+    terms, metrics = objective({"hidden": 3 * unit}, {"row": row}, docs)
+    cosines = unit[::2] @ unit[1::2].T
+    kept = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
+    by_hand = -(cosines / 0.5).masked_fill(~kept, -torch.inf).log_softmax(-1).diagonal()
+    assert torch.allclose(terms, by_hand)
+    others = cosines.masked_fill(~kept | torch.eye(3, dtype=torch.bool), -1).amax(1)
+    assert torch.allclose(metrics["negative_cosine"], others)
+    alone, metrics = objective({"hidden": unit[:2]}, {}, LossDocuments([1, 1], [0, 0], torch.ones(2, dtype=torch.bool)))
+    assert alone.tolist() == [0.0]
+    assert metrics["negative_cosine"].tolist() == [-1.0]

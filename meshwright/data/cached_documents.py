@@ -123,6 +123,12 @@ class Documents:
         """Return the file and line of a document."""
         return place_of(Path(self._info["files"][self._file_numbers[number]]), int(self._offsets[number]))
 
+    def row_numbers(self) -> NDArray[np.float64]:
+        """Return the number of the row that each document came from. -> `[rows, documents of a row]`"""
+        pairs = np.stack([self._file_numbers.astype(np.int64), self._offsets], 1)
+        number = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1, 1).astype(np.float64)
+        return np.repeat(number, int(self.num_parts.max(initial=1)), 1)
+
     @property
     def content(self) -> str:
         """Return a checksum of all tokens and of which are trained on, independent of where the files are."""

@@ -61,7 +61,11 @@ class ChatPairs:
     def _template_args(self, given: Any, answers: Mapping[str, list[Any]]) -> Any:
         """Ask for thinking in both prompts if one of the answers thinks: else the prompts would differ too."""
         options = self.chat.options
-        if options.thinking != "auto" or "enable_thinking" in options.template_args or isinstance(given, str):
+        if (
+            options.thinking != "auto"
+            or "enable_thinking" in options.template_args
+            or not isinstance(given, Mapping | None)
+        ):
             return given
         normal = (message_of(each, 0, Attachments({})) for answer in answers.values() for each in answer)
         return {"enable_thinking": any(thinks(each) for each in normal if each["role"] == "assistant"), **(given or {})}

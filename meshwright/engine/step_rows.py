@@ -22,6 +22,7 @@ from .loss import Loss
 from .loss_documents import LossDocuments
 
 DATA_RANKS = ("replicate", "fsdp")
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _EXACT = 2**53  # whole numbers up to this are exact in float64, in which hosts exchange fields
 
 
@@ -37,7 +38,7 @@ def fields_of_step(loss: Loss, batches: Sequence[Batch]) -> dict[str, object]:
                 "in all micro-batches"
             )
         for name, values_T in batch.fields.items():
-            if not values_T.is_floating_point() and values_T.numel() and int(values_T.abs().max()) > _EXACT:
+            if values_T.dtype in _WHOLE and values_T.numel() and int(values_T.abs().max()) > _EXACT:
                 raise DataError(
                     f"the field {name!r} has whole numbers above 2^53, which a loss per step does not get exactly"
                 )

@@ -8,7 +8,7 @@ pairs, documents or a whole step, so no number depends on the mesh, on packing o
 
 from .classify import Classify
 from .distillation import Distill
-from .embedding import Embedding, last_token_labels
+from .embedding import ROW, Embedding, last_token_labels
 from .embedding_files import add_embedding_files
 from .objective import Objective
 from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
@@ -24,6 +24,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 __all__ = [
     "OBJECTIVES",
     "REFERENCE",
+    "ROW",
     "Classify",
     "Distill",
     "Dpo",

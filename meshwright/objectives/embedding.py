@@ -23,6 +23,7 @@ from ..ops.part_sizes import part_size
 from ..recipe import option
 from .checks import check_number
 
+ROW = "row"  # the field with a number that groups of the same query share, such as those of a row with two positives
 KEEP_ALL = 2.0  # no two cosines differ by more
 _ANCHORS = part_size(__name__, "_ANCHORS", 1024, small=2)
 
@@ -82,11 +83,11 @@ class Embedding:
         return Loss(self, per="step", metrics=("accuracy", "positive_cosine", "negative_cosine"))
 
     def __call__(
-        self, scores: Mapping[str, Tensor], _: Mapping[str, Tensor], docs: LossDocuments
+        self, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor], docs: LossDocuments
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if "hidden" not in scores:
             raise DataError('the loss of embeddings reads hidden states; load the model with head="none"')
-        roles, hidden_ND = _roles(docs), scores["hidden"]
+        roles, hidden_ND = _roles(docs, fields.get(ROW)), scores["hidden"]
         dims = self.dims or (hidden_ND.shape[1],)
         if max(dims) > hidden_ND.shape[1]:
             raise ConfigError(
@@ -98,52 +99,74 @@ class Embedding:
 
     def _of_prefix(self, unit_ND: Tensor, roles: "_Roles") -> tuple[Tensor, dict[str, Tensor]]:
         """Return the terms and the metrics of one prefix of the embeddings."""
-        queries_GD, candidates_CD = unit_ND[roles.query_G], unit_ND[roles.candidate_C]
-        terms_G, positive_G, nearest_G = self._contrast(queries_GD, candidates_CD, roles.own_G)
+        queries, candidates = roles.query.of(unit_ND), roles.candidate.of(unit_ND)
+        terms_G, positive_G, nearest_G = self._contrast(queries, candidates, roles.own_G)
         metrics = {
             "accuracy": (positive_G > nearest_G).to(positive_G.dtype),  # recall at 1
             "positive_cosine": positive_G,
             "negative_cosine": nearest_G,
         }
         if self.symmetric:
-            positives_GD, numbers_G = candidates_CD[roles.own_G], torch.arange(len(queries_GD), device=unit_ND.device)
-            terms_G = (terms_G + self._contrast(positives_GD, queries_GD, numbers_G)[0]) / 2
+            positives = _Side(candidates.unit_ND[roles.own_G], roles.query.group_N, roles.query.row_N)
+            terms_G = (terms_G + self._contrast(positives, queries, roles.query.group_N)[0]) / 2
         return terms_G, metrics
 
-    def _contrast(self, anchors_GD: Tensor, others_CD: Tensor, own_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _contrast(self, anchors: "_Side", others: "_Side", own_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare anchors with others, one of which is their own. Return cross-entropies, the cosines of their own, and
         the greatest cosines of the rest.
 
         Backward recomputes the cosines of each part of the anchors: all of them together are a matrix as large as the
         square of the step.
         """
-        parts = zip(anchors_GD.split(_ANCHORS), own_G.split(_ANCHORS), strict=True)
+        parts = zip(*(each.split(_ANCHORS) for each in (*anchors, own_G)), strict=True)
         part_of = partial(checkpoint, self._contrast_part, use_reentrant=False, preserve_rng_state=False)
-        results = [part_of(part_GD, others_CD, own_of_part_G) for part_GD, own_of_part_G in parts]
+        results = [part_of(_Side(*part), others, own_of_part_G) for *part, own_of_part_G in parts]
         terms_G, positive_G, nearest_G = (torch.cat(each) for each in zip(*results, strict=True))
         return terms_G, positive_G, nearest_G
 
     def _contrast_part(
-        self, anchors_GD: Tensor, others_CD: Tensor, own_G: Tensor
+        self, anchors: "_Side", others: "_Side", own_G: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        cosine_GC, own_G1 = anchors_GD @ others_CD.t(), own_G[:, None]
+        cosine_GC, own_G1 = anchors.unit_ND @ others.unit_ND.t(), own_G[:, None]
         positive_G1 = cosine_GC.gather(1, own_G1)
         is_false_GC = (cosine_GC > positive_G1 + self.false_negative_margin).detach()
-        logits_GC = (cosine_GC / self.temperature).masked_fill(is_false_GC, -torch.inf)
+        # Another group of the same row has the same query: what answers it there is no negative here.
+        is_same_GC = (anchors.row_N[:, None] == others.row_N) & (anchors.group_N[:, None] != others.group_N)
+        logits_GC = (cosine_GC / self.temperature).masked_fill(is_false_GC | is_same_GC, -torch.inf)
         terms_G = cross_entropy(logits_GC, own_G, reduction="none")
-        nearest_G = cosine_GC.detach().scatter(1, own_G1, -torch.inf).amax(1)
+        nearest_G = cosine_GC.detach().masked_fill(is_same_GC, -1.0).scatter(1, own_G1, -1.0).amax(1)
         return terms_G, positive_G1[:, 0].detach(), nearest_G
+
+
+class _Side(NamedTuple):
+    """Embeddings that are compared with others, the groups that they belong to, and the rows that the groups are of."""
+
+    unit_ND: Tensor
+    group_N: Tensor
+    row_N: Tensor
+
+
+class _Documents(NamedTuple):
+    """Documents of a step by number, with their groups and rows."""
+
+    number_N: Tensor
+    group_N: Tensor
+    row_N: Tensor
+
+    def of(self, unit_ND: Tensor) -> _Side:
+        """Return their embeddings."""
+        return _Side(unit_ND[self.number_N], self.group_N, self.row_N)
 
 
 class _Roles(NamedTuple):
     """The roles of the documents of a step. Candidates are all documents but the queries."""
 
-    query_G: Tensor  # the query of each group, as a number of a document
-    candidate_C: Tensor  # likewise
+    query: _Documents  # of each group
+    candidate: _Documents
     own_G: Tensor  # the positive of each group, as a number of a candidate
 
 
-def _roles(docs: LossDocuments) -> _Roles:
+def _roles(docs: LossDocuments, row_N: Tensor | None) -> _Roles:
     """Return which document is what. Sizes and groups are on the host, so it waits for no device."""
     if wrong := [number for number, size in enumerate(docs.sizes) if size != 1]:
         raise DataError(
@@ -159,10 +182,9 @@ def _roles(docs: LossDocuments) -> _Roles:
             "positive, and hard negatives, in one batch: give mw.batches(groups=)"
         )
     candidates = sorted(number for group in members for number in group[1:])
-    if len(candidates) == 1:
-        raise DataError(
-            "the step has one query, one positive and no negative, so its loss is always 0; give it more groups"
-        )
     at = {number: index for index, number in enumerate(candidates)}
     numbers = [group[0] for group in members], candidates, [at[group[1]] for group in members]
-    return _Roles(*(torch.tensor(each, device=docs.group_D.device) for each in numbers))
+    query_G, candidate_C, own_G = (torch.tensor(each, device=docs.group_D.device) for each in numbers)
+    row_N = docs.group_D if row_N is None else row_N
+    of = lambda number_N: _Documents(number_N, docs.group_D[number_N], row_N[number_N])  # noqa: E731 - short
+    return _Roles(of(query_G), of(candidate_C), own_G)

@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..log import logger
 from ..weights import MODULES
 
 if TYPE_CHECKING:
     from ..engine import Model
 
+_SETTINGS = "config_sentence_transformers.json"
 _POOLING, _NORMALISE = "1_Pooling", "2_Normalize"
 _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
 
-def add_embedding_files(model: Model, *, query_prompt: str = "") -> None:
+def add_embedding_files(model: Model, *, query_prompt: str = "", document_prompt: str = "") -> None:
     """Let exports and checkpoints of a model with `head="none"` hold what sentence-transformers needs: modules.json,
-    last-token pooling, normalisation, and the prompt of queries. All ranks call it, without a collective.
+    last-token pooling, normalisation, and the prompts. All ranks call it, without a collective.
 
-    A model whose directory has a modules.json, such as Qwen3-Embedding, keeps its own files.
+    A model whose directory has a modules.json, such as Qwen3-Embedding, keeps its own files; prompts that are given
+    replace its own, and a warning names those that it was not trained with.
     """
     if "hidden" not in model.blueprint.scores:
         raise ConfigError('an embedding model has no head on its hidden states; load it with head="none"')
-    if MODULES in model.small.names or model.mesh.rank:  # rank 0 holds the files
+    if model.mesh.rank:  # rank 0 holds the files
         return
-    files = _files(model.blueprint.module.shape.width, query_prompt)
+    prompts = {"query": query_prompt, "document": document_prompt}
+    if MODULES in model.small.names:
+        files = _with_prompts(model.small.kept.get(_SETTINGS), prompts)
+    else:
+        files = _files(model.blueprint.module.shape.width, prompts)
     model.small = replace(model.small, kept={**model.small.kept, **files})
 
 
-def _files(width: int, query_prompt: str) -> dict[str, bytes]:
+def _with_prompts(content: bytes | None, prompts: Mapping[str, str]) -> dict[str, bytes]:
+    """Return a model's own settings with the prompts that are given; nothing without any."""
+    settings = json.loads(content) if content else {}
+    own = settings.get("prompts") or {}
+    for name in (name for name in prompts if own.get(name) and not prompts[name]):
+        logger.warning(
+            "the model's own prompt of a %s, %r, is not used in training; set %s_prompt", name, own[name], name
+        )
+    given = {name: prompt for name, prompt in prompts.items() if prompt}
+    if not given:
+        return {}
+    return {_SETTINGS: (json.dumps({**settings, "prompts": {**own, **given}}, indent=2) + "\n").encode()}
+
+
+def _files(width: int, prompts: Mapping[str, str]) -> dict[str, bytes]:
     """Return the files by name. Versions 2 to 6 of sentence-transformers read this form of them."""
     modules = ("Transformer", ""), ("Pooling", _POOLING), ("Normalize", _NORMALISE)
     listed = [
@@ -39,13 +61,13 @@ def _files(width: int, query_prompt: str) -> dict[str, bytes]:
     ]
     pooling = {f"pooling_mode_{name}": name == "lasttoken" for name in _POOLINGS}
     settings = {
-        "prompts": {"query": query_prompt, "document": ""},
+        "prompts": dict(prompts),
         "default_prompt_name": None,
         "similarity_fn_name": "cosine",
     }
     contents: dict[str, Any] = {
         MODULES: listed,
         f"{_POOLING}/config.json": {"word_embedding_dimension": width, **pooling, "include_prompt": True},
-        "config_sentence_transformers.json": settings,
+        _SETTINGS: settings,
     }
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}

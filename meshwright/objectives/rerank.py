@@ -30,6 +30,8 @@ class Rerank:
         given: object = self.answers
         if not isinstance(given, list | tuple) or len(given) != 2 or not all(isinstance(each, str) for each in given):
             raise ConfigError(f"rerank.answers={given!r:.80} must be two words, such as ['no', 'yes']")
+        if given[0] == given[1]:
+            raise ConfigError(f"rerank.answers={given!r:.80} must be two different words")
         object.__setattr__(self, "answers", tuple(given))
 
     @property

@@ -93,10 +93,15 @@ class TeacherScoresWriter:
     def score(self, batches: Sequence[Batch]) -> None:
         """Ask the teacher, and keep what it says of each document."""
         scored = top_logprobs(self.model, batches, self.objective.top_k, temperature=self.objective.temperature)
-        for batch, top in zip(batches, scored, strict=True):
-            _refuse_pictures(batch)
-            if self._writes:
-                self._add(batch, top)
+
+        def add() -> None:
+            for batch, top in zip(batches, scored, strict=True):
+                _refuse_pictures(batch)
+                if self._writes:
+                    self._add(batch, top)
+
+        # A full disk of one rank ends the scoring on all.
+        self.mesh.together(add, "keeping teacher scores", DataError, "scores were not written: ")
 
     def _add(self, batch: Batch, top: Mapping[str, Tensor]) -> None:
         of_documents = (batch.split(x.cpu()) for x in (batch.tokens, top["ids"], top["logprobs"]))
@@ -115,7 +120,9 @@ class TeacherScoresWriter:
         if not self._tensors:
             return
         prefix = f"scores-{self.mesh.data_rank:05d}-"
-        number = len([*self.directory.glob(f"{prefix}*.safetensors")])
+        self.directory.mkdir(parents=True, exist_ok=True)  # of this host
+        numbers = [int(each.stem.removeprefix(prefix)) for each in self.directory.glob(f"{prefix}*.safetensors")]
+        number = max(numbers, default=-1) + 1
         file = self.directory / f"{prefix}{number:05d}.safetensors"
         temporary = file.with_suffix(".part")
         save_file(self._tensors, temporary)
@@ -148,7 +155,9 @@ class TeacherScores:
         self.about = read_json(file)
         wanted = {"format": FORMAT, "temperature": float(objective.temperature)}
         _check_same(file, self.about, {**wanted, "teacher": teacher} if teacher else wanted)
-        if self.about.get("top_k", 0) < objective.top_k:
+        if not isinstance(self.about.get("teacher"), str) or not isinstance(self.about.get("top_k"), int):
+            raise BrokenFile(f"{file} lacks teacher or top_k; score again, or correct it")
+        if self.about["top_k"] < objective.top_k:
             raise ConfigError(
                 f"{file} has top_k={self.about.get('top_k')}, and the objective top_k={objective.top_k}; take as many, "
                 "or score again with more"

@@ -31,7 +31,7 @@ def last_words(folder: Path, out: str) -> list[str]:
         f"written to {out}:",
         *outputs,
         "next:",
-        *(f"  {command}" for command in _commands(folder, shlex.quote(out))),
+        *(f"  {command}" for command in _commands(folder, shlex.quote(out), run)),
     ]
 
 
@@ -59,8 +59,9 @@ def _outputs(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
     yield METRICS, "every figure of every step"
 
 
-def _commands(folder: Path, out: str) -> Iterator[str]:
+def _commands(folder: Path, out: str, run: Run) -> Iterator[str]:
     """Yield commands to try next."""
     yield f"meshwright report {out}"
-    if newest_whole(folder / "checkpoints"):
+    starts = run.of("start")
+    if newest_whole(folder / "checkpoints") and (not starts or starts[-1].get("writes", True)):
         yield f'meshwright sample {out} --prompt "..."'

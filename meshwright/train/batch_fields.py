@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..data import Batch, tokenizer_of
+from ..data import Batch
 from ..engine import Model, load
-from ..errors import ConfigError
+from ..errors import DataError
 from ..mesh import Mesh
 from ..objectives import Distill, Rerank, TeacherScores
 from ..objectives.distillation import check_vocabularies
 from ..weights import local_directory, path_of
 from .config import Config
-from .data_sources import RowReader, answer_ids
+from .data_sources import RowReader, answer_ids, check_tokenizers
 from .reference_scores import weights_checksum
 
 Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
@@ -31,13 +31,14 @@ class BatchFields:
         self._objective = objective = config.objective_options
         section = config.distill
         if isinstance(objective, Distill) and section is not None and section.scores:
-            self._scores = TeacherScores(path_of(section.scores), objective)
+            read = lambda: TeacherScores(path_of(section.scores), objective)  # noqa: E731 - short
+            self._scores = mesh.together(read, "the scores of the teacher", DataError, "distill.scores: ")
             self.key = str(self._scores.about["teacher"])
         elif isinstance(objective, Distill) and section is not None:
-            # A teacher has the layout of the student, and no weights that are trained.
-            recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
+            # A teacher has the layout of the student, and runs as its files have it: nothing is trained or quantised.
+            recipe = replace(config.recipe, train=(), lora=None, mtp="carried", frozen=None, fp8=None, fp8_skip=())
             teacher = local_directory(section.teacher, mesh)
-            _check_tokenizers(teacher, directory)
+            check_tokenizers(teacher, directory, "distill.teacher")
             self._teacher, self.key = load(teacher, mesh, **vars(recipe)), weights_checksum(teacher, mesh)
         elif isinstance(objective, Rerank):
             self._answers = answer_ids(RowReader.of(config, directory, path_of(config.cache)))
@@ -57,13 +58,7 @@ class BatchFields:
         if self._teacher is not None:
             return self._objective.ask(self._teacher, batches, model)
         assert self._scores is not None, "it is one or the other"
-        return [self._scores.add_to(batch, model.blueprint.vocab) for batch in batches]
-
-
-def _check_tokenizers(teacher: Path, student: Path) -> None:
-    """Refuse a teacher whose tokens mean other words."""
-    vocabularies = [tokenizer_of(each, "take a teacher that has one").get_vocab() for each in (teacher, student)]
-    if vocabularies[0] != vocabularies[1]:
-        differ = {word for word, number in vocabularies[0].items() if vocabularies[1].get(word) != number}
-        example = f" ({len(differ)} words differ, such as {min(differ)!r})" if differ else ""
-        raise ConfigError(f"{teacher} has another tokenizer than {student}{example}; take a teacher with the same")
+        stored, vocab = self._scores, model.blueprint.vocab
+        add = lambda: [stored.add_to(batch, vocab) for batch in batches]  # noqa: E731 - short
+        # A document may lack scores on one data rank alone, and the others would wait for it.
+        return model.mesh.together(add, "the scores of the teacher", DataError, "distill.scores: ")

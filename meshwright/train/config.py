@@ -355,7 +355,7 @@ class Config(Section):
     def _with_section_of_objective(cls, values: Any) -> Any:
         """Fill in the section of the objective. A section of another one is a mistake, so it is not filled in."""
         objective = values.get("objective") if isinstance(values, dict) else None
-        missing = objective in OBJECTIVES and values.get(objective) is None
+        missing = isinstance(objective, str) and objective in OBJECTIVES and values.get(objective) is None
         return {**values, objective: {}} if missing else values
 
     @property

@@ -298,8 +298,25 @@ def _check_objective(config: Config) -> Mistakes:
         yield (config.objective, *([field[1]] if field else [])), str(error)
     for place, source in sources_in(config) if OBJECTIVES[config.objective].rows != "documents" else ():
         yield from (((*place, field), why) for field, why in _unfit(source))
+        if config.objective in ("embedding", "rerank"):
+            yield from (((*place, field), why) for field, why in _unread(source, config.objective))
+    if config.train.mtp != "carried" and OBJECTIVES[config.objective].rows != "documents":
+        yield (
+            ("train", "mtp"),
+            f'the MTP head learns the next token, which objective = "{config.objective}" does not train',
+        )
     if config.sample.prompts and OBJECTIVES[config.objective].head != "lm":
         yield ("sample", "prompts"), f'objective = "{config.objective}" trains no model that writes; leave them out'
+
+
+def _unread(source: SourceSection, objective: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a source of queries and documents that would have no effect."""
+    plain = SourceSection(path="")
+    if objective == "rerank" and source.kind == "text":
+        yield "kind", "a reranker reads queries and documents, in the chat template; leave it out"
+    for name in _CHAT_FIELDS if objective == "embedding" else ("thinking",):
+        if getattr(source, name) != getattr(plain, name):
+            yield name, f'it has no effect on objective = "{objective}"; leave it out'
 
 
 def _check_teacher(config: Config) -> Mistakes:

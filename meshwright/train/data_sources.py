@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -58,7 +59,7 @@ from ..data import (
 from ..errors import ConfigError, DataError, counted
 from ..mesh import Mesh
 from ..models import label_names, patch_of, placeholders_of, take, text_config
-from ..objectives import Classify, Embedding, Objective, Rerank
+from ..objectives import ROW, Classify, Embedding, Objective, Rerank
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .config_checks import num_tokens
@@ -107,7 +108,10 @@ class RowReader:
     def label_names(self) -> list[str]:
         """The names of the classes that rows may have."""
         given = self.objective.labels if isinstance(self.objective, Classify) else ()
-        return [*given] or label_names(text_config(read_config(self.directory)))
+        names = [*given] or label_names(text_config(read_config(self.directory)))
+        if len(names) < 2:
+            raise ConfigError(f"config.json of {self.directory} names no classes; set labels of [classify]")
+        return names
 
     def processor(self, section: SourceSection) -> Processor | None:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
@@ -358,6 +362,15 @@ def model_directory(model: str) -> Path:
     return download(model, weights=False)
 
 
+def check_tokenizers(other: Path, own: Path, what: str) -> None:
+    """Refuse another model whose tokens mean other words. `what`: the field that names it."""
+    vocabularies = [tokenizer_of(each, "take a model that has one").get_vocab() for each in (other, own)]
+    if vocabularies[0] != vocabularies[1]:
+        differ = {word for word, number in vocabularies[0].items() if vocabularies[1].get(word) != number}
+        example = f" ({len(differ)} words differ, such as {min(differ)!r})" if differ else ""
+        raise ConfigError(f"{what}: {other} has another tokenizer than {own}{example}; take a model with the same")
+
+
 def read_template(path: str) -> str:
     """Return the text of a chat template, "" for no path."""
     return template_of(path_of(path)) if path else ""
@@ -386,7 +399,7 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
     """
     reader = RowReader.of(config, directory, cache, processes)
     named = zip(config.data, names_of(config.data), strict=True)
-    documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
+    documents = _numbered(all_of(partial(documents_of, section, reader, name=name) for section, name in named), reader)
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
         source_of(
@@ -402,6 +415,14 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
     # The processor of any source serves all: the documents store the sizes of their images.
     processor = next(filter(None, map(reader.processor, config.data)), None)
     return TrainingData(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
+
+
+def _numbered(documents: Sequence[Documents], reader: RowReader) -> list[Documents]:
+    """Return the documents of retrieval with the number of their row, among those of all sources."""
+    if reader.rows != "retrieval":
+        return [*documents]
+    firsts = accumulate(map(len, documents), initial=0)
+    return [each.with_values({ROW: each.row_numbers() + first}) for each, first in zip(documents, firsts, strict=False)]
 
 
 def overlong_policy(section: SourceSection, rows: str) -> Any:
@@ -439,7 +460,7 @@ def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int 
 
 def _held_out_set(section: SourceSection, length: int, reader: RowReader) -> TrainingData:
     """Pack one pass over a held-out set. Its order does not matter for the loss, so it has no seed."""
-    documents = documents_of(section, reader)
+    (documents,) = _numbered([documents_of(section, reader)], reader)
     plan = Plan([source_of(documents, length, too_long=overlong_policy(section, reader.rows))], length=length, epochs=1)
     return TrainingData([documents], plan, plan.num_streams, reader.processor(section))
 

@@ -7,15 +7,18 @@ yields the path of the field and a message, so that all mistakes are reported at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import MeshwrightError
+from ..log import logger
+from ..plan import find
 from ..weights import path_of
 from .config import Config, Place
 from .config_checks import place_of, sources_in
 from .config_model import check_state, model_of, objections_to
-from .data_sources import RowReader, check_source_files, maker, model_directory, read_template
+from .data_sources import RowReader, check_source_files, check_tokenizers, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
 
@@ -36,6 +39,7 @@ def mistakes(config: Config) -> Mistakes:
     except MeshwrightError as error:
         yield place_of(str(error), config, ("model",)), str(error)
         return
+    yield from _other_models(config, directory)
     unreadable = [*_reader_mistakes(config, directory)]
     yield from unreadable
     if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # its template formats the prompts
@@ -54,6 +58,25 @@ def _file_mistakes(config: Config) -> Mistakes:
         if section.path:
             yield from _refused((*place, "path"), partial(check_source_files, section))
         yield from _refused((*place, "template"), partial(read_template, section.template))
+
+
+def _other_models(config: Config, directory: Path) -> Mistakes:
+    """Check the reference model of a run, or its teacher: that it can be opened, and has the tokenizer of the model."""
+    named = {("dpo", "reference"): config.dpo and config.dpo.reference}
+    named |= {("distill", "teacher"): config.distill and config.distill.teacher}
+
+    def check(name: str, what: str) -> None:
+        find(
+            name,
+            replace(config.recipe, lora=None, train=(), mtp="carried", frozen=None),
+            weights=False,
+            say=logger.info,
+        )
+        check_tokenizers(model_directory(name), directory, what)
+
+    for place, name in named.items():
+        if name:
+            yield from _refused(place, partial(check, name, ".".join(place)))
 
 
 def _reader_mistakes(config: Config, directory: Path) -> Mistakes:

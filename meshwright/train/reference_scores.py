@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from ..axes import DENSE
 from ..data import Documents, Feed, Plan, Processor, source_of
 from ..engine import LossDocuments, Model, load, logprobs
-from ..errors import RankError
+from ..errors import DataError, RankError, counted
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..objectives import REFERENCE
@@ -29,7 +30,7 @@ from ..ops.part_sizes import part_size
 from ..recipe import Recipe
 from ..weights import local_directory, open_source
 from .config import Config
-from .data_sources import TrainingData
+from .data_sources import TrainingData, check_tokenizers, model_directory
 
 Scores = NDArray[np.float64]  # [rows of the data, documents of a row]; NaN where nothing was scored
 
@@ -50,14 +51,22 @@ class Reference:
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> Reference:
         """Return the reference of a run: `dpo.reference`, or the model as it is before training."""
-        directory = local_directory(_named(config) or config.model, mesh)
+        named = _named(config)
+        directory = local_directory(named or config.model, mesh)
         recipe = replace(config.recipe, train=(), lora=None, mtp="carried")
+        if named:  # another model is scored as its files have it, not as a base under adapters
+            check_tokenizers(directory, model_directory(config.model), "dpo.reference")
+            recipe = replace(recipe, frozen=None)
+        elif config.lora is None and recipe.frozen is not None:
+            recipe = replace(recipe, train=config.recipe.train)  # which matrices stay in 4 bits
         return cls(directory, recipe, weights_checksum(directory, mesh))
 
     @property
     def key(self) -> str:
         """Return what its log-probabilities depend on, besides the tokens."""
-        return f"{self.weights} {self.recipe.dtype} {self.recipe.fp8} {self.recipe.fp8_skip} {self.recipe.frozen}"
+        recipe = self.recipe
+        numerics = f"{recipe.dtype} {recipe.fp8} {recipe.fp8_skip} {recipe.frozen}"
+        return f"{self.weights} {numerics} {recipe.train if recipe.frozen else ''}"
 
     def load(self, mesh: Mesh) -> Model:
         """Load it, frozen."""
@@ -101,7 +110,12 @@ class ReferenceScores:
         plan = Plan([source_of(documents, self.length, too_long="drop")], length=self.length, epochs=1)
         scores = np.full((len(documents), int(documents.num_parts.max(initial=1))), np.nan)
         chunks = range(-(-plan.num_streams // _CHUNK))
-        read = {n: _read(self._file(plan, n)) for n in chunks} if self.mesh.rank == 0 else {}
+        read, failure = dict[int, Scores | None](), None
+        try:
+            read = {n: _read(self._file(plan, n)) for n in chunks} if self.mesh.rank == 0 else {}
+        except OSError as error:
+            failure = error
+        self.mesh.all_or_none(failure, f"reading reference scores in {self.folder}", RankError)
         known: dict[int, Scores] = self.mesh.broadcast_object({n: rows for n, rows in read.items() if rows is not None})
         for rows in known.values():
             _fill(scores, rows)
@@ -122,7 +136,19 @@ class ReferenceScores:
                 _fill(scores, rows)
                 self._keep(self._file(plan, chunk), rows)
                 advance(_size(plan, chunk))
+        self._check_complete(documents, scores)
         return scores
+
+    def _check_complete(self, documents: Documents, scores: Scores) -> None:
+        """Refuse scores that lack a document which a batch may have."""
+        is_used = (documents.lengths >= 2) & (documents.lengths <= self.length)
+        is_part = np.arange(scores.shape[1]) < documents.num_parts[:, None]
+        lacking = np.flatnonzero((np.isnan(scores) & is_part & is_used[:, None]).any(1))
+        if len(lacking):
+            raise DataError(
+                f"the reference scores of {counted(len(lacking), 'row')} lack, the first is that of "
+                f"{documents.place(int(lacking[0]))}; remove {self.folder}, and they are computed anew"
+            )
 
     def _score_chunk(self, feed: Feed, model: Model, chunk: int) -> Scores:
         """Return `[n, 3]`, document, part and score, for a chunk of streams: of all data ranks, on all ranks."""
@@ -151,7 +177,7 @@ class ReferenceScores:
         self.mesh.all_or_none(failure, f"writing reference scores to {file.parent}", RankError)
 
     def _file(self, plan: Plan, chunk: int) -> Path:
-        key = hashlib.sha256(f"{_VERSION} {self.reference.key} {plan.fingerprint}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{_VERSION} {_CHUNK} {self.reference.key} {plan.fingerprint}".encode()).hexdigest()[:32]
         return self.folder / key / f"{chunk:06d}"
 
 
@@ -187,7 +213,7 @@ def _write(file: Path, rows: Scores) -> None:
     """Write the rows of a chunk, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     data = rows.astype("<f8").tobytes()
-    temporary = file.with_suffix(".writing")
+    temporary = file.with_suffix(f".{secrets.token_hex(4)}")  # another run may write the same scores
     temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
     temporary.replace(file)
 
@@ -200,29 +226,40 @@ class WithReference:
     """
 
     def __init__(self, config: Config, mesh: Mesh, sets: Sequence[TrainingData], cache: Path) -> None:
-        self.key, self._sets, self._scores, self._own = "", sets, None, not _named(config)
+        self.key, self._sets, self._own, self._mesh = "", sets, not _named(config), mesh
+        self._known: list[list[Scores]] | None = None
+        self._reference = self._stored = None
         if config.objective != "dpo":
             return
-        reference = Reference.of(config, mesh)
+        self._reference = reference = Reference.of(config, mesh)
         self.key = reference.key
         micro_batches = config.train.streams_per_step // mesh.num_data_ranks
-        self._scores = ReferenceScores(reference, mesh, cache / "reference", config.train.length, micro_batches)
-        lacks = any(self._scores.stored(each)[2] for data in sets for each in data.documents)
-        if lacks and not self._own:
-            self._score(reference.load(mesh))
+        self._stored = ReferenceScores(reference, mesh, cache / "reference", config.train.length, micro_batches)
+
+    def score_named(self) -> None:
+        """Score with a reference that the run file names, before the model is loaded. Collective."""
+        if self._stored is None or self._reference is None:
+            return
+        looks = [[self._stored.stored(each) for each in data.documents] for data in self._sets]
+        if not any(lacking for of_set in looks for _, _, lacking in of_set):
+            self._known = [[scores for _, scores, _ in of_set] for of_set in looks]
+        elif not self._own:
+            self._known = self._score(self._reference.load(self._mesh))
 
     def _score(self, model: Model) -> list[list[Scores]]:
-        assert self._scores is not None
-        return [[self._scores.score(each, model, data.processor) for each in data.documents] for data in self._sets]
+        assert self._stored is not None
+        return [[self._stored.score(each, model, data.processor) for each in data.documents] for data in self._sets]
 
     def sets(self, model: Model) -> list[TrainingData]:
         """Return the sets with the scores of their documents. Collective. `model`: the one to train, before it is."""
-        if self._scores is None:
+        if self._stored is None:
             return [*self._sets]
-        base = model.base() if self._own and model.recipe.lora is not None else contextlib.nullcontext()
-        with base, torch.no_grad():
-            scores = self._score(model)
+        if self._known is None:  # the model itself is the reference
+            assert self._own, "a named reference has scored before"
+            base = model.base() if model.recipe.lora is not None else contextlib.nullcontext()
+            with base, torch.no_grad():
+                self._known = self._score(model)
         return [
             replace(data, documents=[d.with_values({REFERENCE: x}) for d, x in zip(data.documents, own, strict=True)])
-            for data, own in zip(self._sets, scores, strict=True)
+            for data, own in zip(self._sets, self._known, strict=True)
         ]

@@ -14,6 +14,7 @@ from ..checkpoint import CHECKPOINTS, RUN, checkpoints, opened_at
 from ..engine import Engine, resume
 from ..errors import CheckpointError, ConfigError
 from ..log import logger
+from ..mesh import Mesh
 from ..weights import path_of
 from .config import Config
 from .config_docs import ChangedField, changed_fields
@@ -57,13 +58,36 @@ def position_of(config: Config, engine: Engine, data: TrainingData, reference: s
         return Position(data.plan.fingerprint, num_steps=data.num_steps, reference=reference)
     resumed = resume(engine, source)
     position = _position_in(config, data, resumed.directory, resumed.state, engine.steps)
-    if position.reference != reference:
-        raise CheckpointError(
-            f"{resumed.directory} was trained against a reference model with other weights than {config.model} has now "
-            "(or in another dtype); put these weights back, or choose another out"
-        )
+    _check_reference(resumed.directory, position.reference, reference)
     logger.warning("resuming from %s", resumed.directory)
     return position
+
+
+def check_reference(config: Config, mesh: Mesh, reference: str) -> None:
+    """Refuse a resume with another reference model or teacher, before anything is loaded. Collective.
+
+    Rank 0 alone looks, as in `position_of`, which looks at the checkpoint that is then loaded.
+    """
+    refusal = ""
+    if mesh.rank == 0 and reference:
+        source, _ = _resume_source(config, path_of(config.out))
+        try:
+            checkpoint = None if source is None else opened_at(source)
+            if checkpoint is not None and isinstance(state := checkpoint.trainer["state"], dict):
+                _check_reference(checkpoint.directory, state.get("reference", ""), reference)
+        except CheckpointError as error:  # a broken checkpoint is for `resume` to report
+            refusal = str(error) if "reference" in str(error) else ""
+    if refusal := mesh.broadcast_object(refusal):
+        raise CheckpointError(refusal)
+
+
+def _check_reference(checkpoint: Path, before: str, now: str) -> None:
+    if before != now:
+        raise CheckpointError(
+            f"{checkpoint} was trained with a reference model with other weights, or another teacher, than the run "
+            "file names now (dpo.reference, distill.teacher, distill.scores, or model itself), or with another dtype "
+            "of it; put these weights back, or choose another out"
+        )
 
 
 def check_position(config: Config, data: TrainingData) -> None:

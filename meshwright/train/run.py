@@ -46,7 +46,7 @@ from .metrics import JsonLines, Lines, Sink, check_sinks, last_step, sinks_of
 from .profiler import Profiler
 from .rank import LAUNCHER, handle_signals
 from .reference_scores import WithReference
-from .resume_point import position_of
+from .resume_point import check_reference, position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .step_metrics import BySource
@@ -90,9 +90,12 @@ class Trainer:
         prompts = prompts_of(config.sample, config.data[0], directory)
         reference = WithReference(config, mesh, [self.data, *held_out.values()], cache)
         fields = BatchFields(config, mesh, directory)
+        check_reference(config, mesh, reference.key or fields.key)  # before hours of scoring
+        reference.score_named()
         self.model = load(config.model, mesh, **vars(config.recipe))
         if isinstance(config.objective_options, Embedding):
-            add_embedding_files(self.model, query_prompt=config.objective_options.query_prompt)
+            asked = config.objective_options
+            add_embedding_files(self.model, query_prompt=asked.query_prompt, document_prompt=asked.document_prompt)
         if config.save.export:
             self._check_export()
         # Before a checkpoint is loaded: the model is the reference.
@@ -177,6 +180,7 @@ class Trainer:
             "mesh": sizes_of(axes),
             "tokens_per_step": self.config.train.step_tokens,
             "from": self._first_step - 1,
+            "writes": self.model.blueprint.head == "lm" and self.config.objective != "rerank",
             **({"experts": experts} if balance.num_experts else {}),
         }
 
