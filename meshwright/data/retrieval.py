@@ -39,8 +39,8 @@ class Retrieval:
         for name in _MEANINGFUL:
             if row.get(name) not in (None, [], ""):
                 raise DataError(
-                    f"the row has {name!r}, which would change its meaning and is not supported; give texts that answer "
-                    "the query in positive, others in negatives, and instructions inside of the texts"
+                    f"the row has {name!r}, which would change its meaning and is not supported; give texts that "
+                    "answer the query in positive, others in negatives, and instructions inside of the texts"
                 )
         queries = [text for name in _QUERIES for text in _texts(row, name)]
         positives = [text for name in _POSITIVES for text in _texts(row, name)]
