@@ -139,3 +139,11 @@ def test_a_reward_model_has_one_label_an_answer() -> None:
     assert batch.groups == (0, 0, 1, 1)
     assert batch.is_target_T.nonzero().flatten().tolist() == [b - 1 for b in batch.bounds[1:5]]
     assert pair.num_targets == 2
+
+
+def test_nothing_predicts_the_first_token_of_an_answer_without_a_prompt() -> None:
+    """Nor does the end of the answer before it."""
+    [pair] = TextPairs(tokenizer(), _as_it_is).documents({"chosen": "bcd", "rejected": "efgh"})
+    batch = batch_of([pair], 20)
+    assert batch.labels[[b - 1 for b in batch.bounds[1:]]].tolist() == [-100] * 3
+    assert pair.num_targets == batch.num_targets == len(pair) - 2
