@@ -194,7 +194,7 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
 def test_a_lower_loss_renews_the_patience() -> None:
     """A run that gets worse, then better than it ever was, then worse again."""
     result = iter([3.0, 4.0, 2.0, 4.0, 4.0])
-    engine: Any = SimpleNamespace(evaluate=lambda _: next(result))
+    engine: Any = SimpleNamespace(evaluate=lambda _: next(result), metrics={})
     nothing: Any = None
     habits = LoopOptions(save_every=0, patience=2)
     training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})

@@ -19,6 +19,7 @@ import transformers
 import meshwright as mw
 from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.train import config_file, loop, reference_scores
+from meshwright.train import run as run_module
 from meshwright.train.run import run
 from tests import parts, runs, worlds
 from tests.templates import tokenizer
@@ -199,8 +200,21 @@ def test_a_run_goes_on_with_its_pairs_and_scores(tmp_path: Path) -> None:
 
 
 def reference_of(path: Path, *sets: str) -> torch.Tensor:
-    """Return the reference scores of the first step, and make the step."""
-    trainer = mw.Trainer(config_file.read(path, sets))
+    """Return the reference scores of the first step, of a model whose adapters are drawn."""
+    real = run_module.load
+
+    def drawn(*args: Any, **options: Any) -> mw.Model:
+        model = real(*args, **options)
+        for name, factor in model.stored().items():
+            if name.endswith("lora_b"):
+                factor.normal_()
+        return model
+
+    run_module.load = drawn
+    try:
+        trainer = mw.Trainer(config_file.read(path, sets))
+    finally:
+        run_module.load = real
     batches = trainer.feed.step(0).batches
     return torch.cat([batch.fields["reference"] for batch in batches])
 
