@@ -206,7 +206,7 @@ def reference_of(path: Path, *sets: str) -> torch.Tensor:
     def drawn(*args: Any, **options: Any) -> mw.Model:
         model = real(*args, **options)
         for name, factor in model.stored().items():
-            if name.endswith("lora_b"):
+            if name.endswith("lora.b"):
                 factor.normal_()
         return model
 
