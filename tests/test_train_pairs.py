@@ -117,7 +117,9 @@ def all_runs(paths: Mapping[str, Path], sets: list[str]) -> None:
 def on_mesh(paths: Mapping[str, Path], mesh: dict[str, int]) -> None:
     sets = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
     worlds.run(
-        prod(n for axis, n in mesh.items() if axis != "ep"), functools.partial(all_runs, paths, sets), seconds=120
+        prod(n for axis, n in mesh.items() if axis != "ep"),
+        functools.partial(all_runs, paths, sets),
+        seconds=900 if parts.ALL else 120,
     )
 
 
