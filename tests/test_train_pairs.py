@@ -91,6 +91,8 @@ def file_of(at: Path, objective: str, model: Path, **sections: Any) -> Path:
     length = {"length": 320, "tokens_per_step": 1280} if objective == "rerank" else {}  # its prompt is long
     train = {"steps": STEPS, **length, **sections.pop("train", {})}
     sections |= {objective: options} if options else {}
+    # With a small eps AdamW divides rounding by rounding once pairs are learnt, and no two meshes agree for long.
+    sections["optim"] = {"eps": 1e-4, **sections.get("optim", {})}
     path = runs.file_of(at, model, eval=held_out, train=train, **sections)
     text = path.read_text()
     if objective == "classify":
