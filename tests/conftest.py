@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # Files that take longest, in that order. They start first: a long one that starts last leaves the other workers idle.
 LONGEST = (
     "test_train_pairs", "test_hosts", "test_mtp", "test_meshes", "test_fp8_gathers", "test_fp8", "test_matrix",
-    "test_vision_meshes", "test_activations", "test_checkpoint", "test_token_once", "test_lost_ranks", "test_rl", "test_train",
-    "test_verify", "test_sleep", "test_causes", "test_state_in_8_bits", "test_pipeline", "test_renamed",
+    "test_vision_meshes", "test_activations", "test_checkpoint", "test_token_once", "test_lost_ranks", "test_rl",
+    "test_train", "test_verify", "test_sleep", "test_causes", "test_state_in_8_bits", "test_pipeline", "test_renamed",
     "test_stream_ranks", "test_plan_search", "test_savings", "test_fp8_files", "test_frozen_fp8", "test_lora_meshes",
     "test_engine", "test_weights", "test_4_bit_files", "test_reports", "test_plan", "test_frozen", "test_verify_lora",
     "test_state_dict", "test_state", "test_docs", "test_vision_planted", "test_value_heads", "test_context",
