@@ -231,7 +231,7 @@ def to_servers(engine: Any, meta: Any) -> tuple[list[str], list[str]]:
 
 
 def refused(engine: Any, parallel: Any) -> dict[str, str]:
-    """What is refused on all ranks, though only one of them may be wrong."""
+    """Return the refusals on all ranks, though only one of them may be wrong."""
     calls, rank = (plain, count), engine.data_parallel_rank
     given = share(engine)
     gap = {**given, "attention_mask": given["attention_mask"].flip(1)}

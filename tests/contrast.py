@@ -80,7 +80,7 @@ def whitened(scores: Any, fields: Any, docs: Any) -> Any:
 
 
 def whitened_by_hand(scores: Any, fields: Any, sizes: list[int], groups: list[int]) -> tuple[Tensor, dict[str, float]]:
-    """The same from all tokens of all documents one after the other."""
+    """Compute the loss from all tokens of all documents, one after the other."""
     parts = {key: x.split(sizes) for key, x in {**scores, **fields}.items()}
     labelled = [x != -100 for x in parts["labels"]]
     chosen = torch.cat([x[mask] for x, mask in zip(parts["advantage"], labelled, strict=True)])

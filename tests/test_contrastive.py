@@ -101,7 +101,7 @@ def _routed(engine: mw.Engine, batches: list[mw.Batch], found: dict[str, Any]) -
 
 
 def by_hand(source: Path, case: str) -> dict[str, Any]:
-    """The same in one process, from one long batch and loops."""
+    """Compute the step in one process, from one long batch and loops."""
     engine, found = engine_of(source, {}, _loss(case)), dict[str, Any]()
 
     def whole(scores: Any, fields: Any, docs: Any) -> Tensor:
@@ -130,7 +130,7 @@ _runs: dict[str, dict[str, list[Any]]] = {}
 
 
 def _both(source: Path, mesh: dict[str, int], case: str) -> tuple[Any, list[Any]]:
-    """What is expected, and what each rank says: one world for each mesh runs all cases."""
+    """Return the expected figures and those of each rank: one world for each mesh runs all cases."""
     if not _expected:
         of_hand = worlds.in_turn(1, {name: lambda name=name: by_hand(source, name) for name in NAMES})
         _expected.update({name: ranks[0] for name, ranks in of_hand.items()})

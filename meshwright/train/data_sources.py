@@ -89,7 +89,7 @@ class RowReader:
 
     @property
     def rows(self) -> str:
-        """What a row becomes, as `Objective.rows` says."""
+        """The kind of documents that a row becomes, as `Objective.rows` says."""
         return "documents" if self.objective is None else self.objective.rows
 
     @property
