@@ -55,7 +55,7 @@ from .errors import (
     UnknownKey,
 )
 from .mesh import Mesh
-from .optim import AdamW, Optimizer
+from .optim import AdamW, Muon, Optimizer
 from .train import Trainer
 from .verify import Difference, WeightCheck, check_weights
 from .weight_sync import TensorSpec
@@ -84,6 +84,7 @@ __all__ = [
     "MismatchedKey",
     "MissingKey",
     "Model",
+    "Muon",
     "NonFiniteError",
     "Optimizer",
     "Pipeline",

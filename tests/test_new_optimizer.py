@@ -61,19 +61,23 @@ class Normalised(mw.Optimizer):
     needs_whole_matrix: ClassVar[bool] = True
 
     def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
-        assert slices.matrices is not None
-        for name, param, grad in zip(slices.names, slices.params, slices.grads, strict=True):
-            if param.dim() == 1:
-                param.sub_(grad, alpha=lr)
-                continue
-            whole = slices.matrices.gather(name, grad)
-            norms = whole.square().sum((1, 2), keepdim=True).sqrt() + 1e-3
-            param.sub_(slices.matrices.own(name, whole / norms), alpha=lr)
+        torch._foreach_sub_(slices.params, slices.grads, alpha=lr)  # of what is no matrix
+
+    def matrix_direction(self, matrix: Tensor) -> Tensor:
+        return matrix / (matrix.norm() + 1e-3)
+
+    def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:
+        param.sub_(direction, alpha=lr)
 
     def plain_update(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return weight - lr * (grad / (grad.norm() + 1e-3) if grad.dim() > 1 else grad), ()
+        return weight - lr * grad, ()
+
+    def plain_matrix_update(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return weight - lr * grad / (grad.norm() + 1e-3), ()
 
 
 @pytest.fixture(scope="module")

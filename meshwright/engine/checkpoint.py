@@ -40,6 +40,7 @@ from .resume_checks import (
     check_same,
     check_same_config,
     check_same_table,
+    check_state,
     check_tower,
     settings_of,
 )
@@ -276,6 +277,8 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     trained = {*engine.trained} - {*carried_before(engine, trainer)}
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
     quantised = quantised_in(source, planes, [name for name in engine.trained if name in trained])
+    if planes:
+        check_state(engine, source, blueprint, trained, quantised)
     state = to_be_read(engine.optimizer, stored, quantised) if planes else {}
     spec = model.blueprint.spec.with_table(blueprint.table, model.mesh.axes.pp)
     spec = spec_with(spec, model.mesh, quantised, f"resume {source.directory.name} on another mesh")
@@ -283,9 +286,10 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     live, frozen_fp8 = model.values().only(blueprint.table.params.__contains__).apart
     wanted = [RestoreTarget(source.parameters, live, frozenset(blueprint.table.params), frozen_fp8)]
     # One target per state set: weights (from float32 masters, if any), then each tensor of optimizer state.
-    names = frozenset(trained.union(names_of_scales(quantised)))
+    has = engine.optimizer.state_names
     for name, tensors in engine.optimizer.by_name(state).items() if planes else ():
-        wanted.append(RestoreTarget(source.planes[name], tensors, names))
+        names = {param for param in trained if name in has[param]} | {*names_of_scales(quantised)}
+        wanted.append(RestoreTarget(source.planes[name], tensors, frozenset(names)))
     if model.numbers and model.recipe.lora is None:  # on all ranks or none: it is collective
         disk.check_frozen(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     with _marked_half_restored(engine, source.directory):

@@ -312,16 +312,24 @@ def _state_dtypes(state: State, trained: Sequence[str]) -> tuple[Table, dict[str
 def _write_meshwright(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
     """Write a Meshwright checkpoint, as `step-NNNNNN` in the folder `target`.
 
-    A parameter counts as trained if optimizer state has all of its keys.
+    A parameter counts as trained if a set of optimizer state has all of its keys: with Muon, a matrix has one such set.
     """
     blueprint, extents = state.blueprint, Extents()
-    keys_of_state = {*state.planes[state.of_optimizer[0]]}
-    trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= keys_of_state]
+    with_state = {
+        name: [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= {*state.planes[name]}]
+        for name in state.of_optimizer
+    }
+    any_state = {param for names in with_state.values() for param in names}
+    trained = [param.name for param in blueprint.table if param.name in any_state]
     # Trained weights are float32 in training: where files are narrower, the checkpoint gets masters.
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
     table, dtypes = _state_dtypes(state, trained)
     export = _export(state, target, dtype)
-    planes = disk.planes_of(table, export.keymap, stored, dict.fromkeys(state.of_optimizer, dtypes))
+    of_state = {
+        name: {param: dtypes[param] for param in (*params, *names_of_scales(params)) if param in dtypes}
+        for name, params in with_state.items()
+    }
+    planes = disk.planes_of(table, export.keymap, stored, of_state)
     about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
     trainer: dict[str, Any] = {
         "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,

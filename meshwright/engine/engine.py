@@ -56,9 +56,9 @@ from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
+    check_matrices,
     check_on_nonfinite,
     check_optimizer,
-    check_tables,
     check_temperature,
     check_trainable,
     check_trains,
@@ -103,7 +103,7 @@ class Engine:
         check_inference_mode()
         check_engine(lr, loss, entropy, temperature, on_nonfinite)
         check_optimizer(optimizer)
-        check_tables(optimizer, model.table, model.trained)
+        check_matrices(optimizer, model.table, model.trained)
         self.state_layout = state_layout(model, optimizer)
         refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
@@ -117,11 +117,9 @@ class Engine:
             raise ConfigError(f"entropy=True, but the head of this model computes only {known}; leave it out")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
         self.mtp = MtpTraining(model, router_aux) if model.trains_mtp else None
-        decayed = {p.name for p in model.table if p.decay}
-        spec, whole = model.blueprint.spec, optimizer.needs_whole_matrix
-        matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
-        by_rows = {p.name for p in model.table if p.by_rows}
-        self.optimizer = LocalOptimizer(optimizer, decayed, self.state_layout.places(), matrices, by_rows)
+        whole, spec = optimizer.needs_whole_matrix, model.blueprint.spec
+        matrices = WholeMatrices(optimizer, spec, model.mesh, model.pieces) if whole else None
+        self.optimizer = LocalOptimizer(optimizer, self.state_layout.spec.table, self.state_layout.places(), matrices)
         self._norms = GradientNorms(model, frozenset() if self.mtp is None else self.mtp.apart)
         self._terms, self.trained = Terms(model, self.want), model.trained
         self._metrics_M = torch.zeros(0)  # of the micro-batch whose loss was computed last, before they are divided

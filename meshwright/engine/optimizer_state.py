@@ -98,7 +98,11 @@ def dtypes_of(model: Model, optimizer: LocalOptimizer, layout: StateLayout) -> d
     wide = optimizer.options.wide_dtype
     dtypes = {name: torch.uint8 if name in layout.quantised else wide(model.kept[name]) for name in model.trained}
     dtypes |= dict.fromkeys(names_of_scales(layout.quantised), torch.float32)
-    return dict.fromkeys(optimizer.options.state_names, dtypes)
+    has = optimizer.state_names
+    return {
+        state: {name: dtype for name, dtype in dtypes.items() if state in has[name]}
+        for state in optimizer.options.state_names
+    }
 
 
 def state_of(source: Checkpoint, optimizer: Optimizer) -> list[str]:
@@ -124,9 +128,10 @@ def to_be_read(optimizer: LocalOptimizer, stored: Mapping[str, Tensor], quantise
     `quantised`: the parameters whose state the checkpoint has in 8 bits. State that only this engine quantises is read
     in the dtype of the parameter, and `take_state` quantises it.
     """
-    in_8_bits, num = set(quantised), len(optimizer.options.state_names)
+    in_8_bits = set(quantised)
     new, made = optimizer.new_state({n: t for n, t in stored.items() if n not in optimizer.quantised}), State()
     for name, tensor in ((name, tensor) for name, tensor in stored.items() if tensor.numel()):
+        num = len(optimizer.state_names[name])
         if name in in_8_bits:
             made |= zero_codes(name, tensor, num)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..log import logger
 from ..models import PREFIX
 from ..sharding import MTP
+from ..weights import chosen
 from .adapters import saved_part
 from .engine import Engine
 from .model import Model
@@ -119,6 +120,38 @@ def check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tra
         mesh = checkpoint.manifest.about.get("mesh")
         if mesh != str(model.mesh.axes):
             logger.info("%s was saved on %s, and is resumed on %s", at.name, mesh, model.mesh.axes)
+
+
+def check_state(
+    engine: Engine, source: Checkpoint, blueprint: Blueprint, trained: Container[str], quantised: Sequence[str]
+) -> None:
+    """Refuse a checkpoint that lacks state of this engine's optimizer, or has it in 8 bits and the optimizer cannot.
+
+    Muon may take over from AdamW: its momentum is then AdamW's first moment, an average of gradients too.
+    """
+    optimizer, at = engine.optimizer, source.directory
+    kind = type(optimizer.options).__name__
+    if quantised and not optimizer.options.codes:
+        raise CheckpointError(
+            f"{at} has optimizer state in 8 bits, and {kind} has none; resume it with the optimizer that was saved, or "
+            f"start with new state: mw.load({str(at)!r})"
+        )
+    for name in (name for name in engine.trained if name in trained):
+        keys = chosen(blueprint.table[name], blueprint.keymap.choice).keys
+        for state in optimizer.state_names[name]:
+            if missing := [key for key in keys if key not in source.planes[state].entries]:
+                raise CheckpointError(
+                    f"{at} has no {state} of {missing[0]}, which {kind} needs for {name}: another optimizer, or one "
+                    "with other options, has trained it. Give mw.Engine the optimizer= that was saved, or start with "
+                    f"new state: mw.load({str(at)!r})"
+                )
+    saved = source.trainer["settings"]
+    if optimizer.whole and saved and "momentum" not in saved and engine.model.mesh.rank == 0:
+        num = len(optimizer.whole.intersection(engine.trained))
+        logger.warning(
+            "%s was trained by another optimizer: %s takes its first moments as the momentum of %d parameters",
+            at.name, kind, num,
+        )  # fmt: skip
 
 
 def carried_before(engine: Engine, trainer: Mapping[str, Any]) -> list[str]:

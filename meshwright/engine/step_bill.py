@@ -54,5 +54,5 @@ def engine_bill(
             if balance.num_layers and balance.coefficient and router_aux == "pooled":
                 charges.append(Charge.of(pooled_counts(balance, label), work.num_batches))
     trained = [param for param in blueprint.spec.params(axes, rank) if param.name not in work.frozen]
-    charges += optimizer.charges(trained, blueprint.spec.rules, axes, work.stored_bytes)
+    charges += optimizer.charges(trained, blueprint.spec.rules, axes, rank, work.stored_bytes)
     return charges

@@ -111,13 +111,20 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def check_tables(optimizer: Optimizer, table: Table, trained: Sequence[str]) -> None:
-    """Refuse to train a table by rows with an optimizer that looks at whole matrices: no rank ever holds one."""
-    by_rows = [name for name in trained if table[name].by_rows]
-    if optimizer.needs_whole_matrix and by_rows:
+def check_matrices(optimizer: Optimizer, table: Table, trained: Sequence[str]) -> None:
+    """Refuse an optimizer of whole matrices where no matrix is trained: adapters, or norms and embeddings alone."""
+    if not optimizer.needs_whole_matrix:
+        return
+    kind, adapters = type(optimizer).__name__, [name for name in trained if table[name].adapter]
+    if adapters:
         raise ConfigError(
-            f"{type(optimizer).__name__} needs whole matrices, and {by_rows[0]} is spread by rows over ranks; "
-            "leave it out of train=, or use mw.AdamW"
+            f"{kind} updates whole matrices, and {adapters[0]} is a factor of one (lora=); train adapters with mw.AdamW"
+        )
+    optimizer.check(table)
+    if trained and not any(optimizer.updates_whole(table[name]) for name in trained):
+        raise ConfigError(
+            f"{kind} updates whole matrices, and none of the {len(trained)} trained parameters is one, such as "
+            f"{trained[0]}; use mw.AdamW, or widen train="
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ class Quantisable(nn.Module):
 class Linear(Quantisable):
     """`x @ weight.T + bias`.
 
-    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it.
+    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it. `matrices`: the dims by
+    which the weight is several matrices (`sharding.Param`); by default it is one.
     """
 
     low = True  # whether the weight may be quantised, in files and for matmuls
@@ -45,11 +47,14 @@ class Linear(Quantisable):
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
         key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
+        matrices: Mapping[str, tuple[int, ...]] | None = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__()
         at = None if layouts else key + ".weight"
         init = Init("normal", std)
-        self.weight = weight(rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=self.steep)
+        self.weight = weight(
+            rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=self.steep, matrices=matrices
+        )
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
         self.lora: Adapter | None = None
 

@@ -94,8 +94,9 @@ class MoE(nn.Module):
         self.routing, self.balance, self.layer = routing, balance, balance.join()
         # Not a Linear: routing must not change with a quantisation, and its rows are not cut by any axis.
         self.router = weight(
-            {"router": routing.experts}, {"embed": shape.width}, key=at + "gate.weight", init=Init("normal", shape.std)
-        )
+            {"router": routing.experts}, {"embed": shape.width}, key=at + "gate.weight",
+            init=Init("normal", shape.std), matrices={},
+        )  # fmt: skip
         self.experts = Experts(shape, routing, at + "experts.")
 
     @ops.uncompiled  # numbers of rows depend on the data, and the balance and doors on which layer this is
@@ -125,10 +126,14 @@ class Experts(Quantisable):
         if routing.turned:
             pairs, downs = [pairs[1], turned(pairs[1])], [downs[1], turned(downs[1])]
         rows, width = {"expert": E, "half": 2, "expert_ffn": F_}, {"embed": D}
-        self.gate_up = weight(rows, width, layouts=pairs, group="experts", init=init, low=True)
-        self.down = weight(
-            {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True
+        each = {"expert": (1,) * E}
+        self.gate_up = weight(
+            rows, width, layouts=pairs, group="experts", init=init, low=True, matrices={**each, "half": (1, 1)}
         )
+        self.down = weight(
+            {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True,
+            matrices=each,
+        )  # fmt: skip
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
         self.at = at.removesuffix(".")  # their module in the files
         self.gate_up_lora: ExpertAdapter | None = None

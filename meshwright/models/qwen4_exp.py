@@ -88,8 +88,8 @@ class StreamMixer(nn.Module):
         self.streams, self.eps = shape.streams, shape.eps
         wide, init = {"stream": shape.streams, "embed": shape.width}, Init("normal", shape.std)
         self.norm = weight(wide, key=at + "hc_norm.weight", decay=False, init=Init("zeros"))
-        self.down = weight({"rank": rank}, wide, key=at + "input_mix_weight_down.weight", init=init)
-        self.up = weight(wide, {"rank": rank}, key=at + "input_mix_weight_up.weight", init=init)
+        self.down = weight({"rank": rank}, wide, key=at + "input_mix_weight_down.weight", init=init, matrices={})
+        self.up = weight(wide, {"rank": rank}, key=at + "input_mix_weight_up.weight", init=init, matrices={})
         rows = {"injected": shape.streams}  # at the end of the model nothing is added any more
         self.inject = None if last else weight(rows, wide, key=at + "block_inject_weight.weight", init=init)
 

@@ -4,30 +4,32 @@ The engine, checkpoints, state dicts, `convert`, plans, the memory bill and orac
 optimizer: which state a parameter has, in which dtype, what an update does, and what it should have done.
 
 A rank stores rows of each matrix (decision 0002), and `update` gets just these, as flat slices. Elementwise optimizers
-need no more. One that looks at a whole matrix, such as Muon (arXiv 2502.16982), says `needs_whole_matrix`.
+need no more. One that looks at a whole matrix, such as Muon (arXiv 2502.16982), says `needs_whole_matrix`: for matrices
+`update` then brings its state up to date, and three more functions say what follows, on the one rank that gets a matrix
+whole (`matrix_input`, `matrix_direction`, `matrix_step`).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf, prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..axes import Axes
+from ..axes import STAGE, Axes
 from ..errors import ConfigError
-from ..sharding import Charge, Param, Rules, Table
+from ..sharding import Charge, MatrixPlan, Param, Rules, Table, exchanged
 from .int8_state import Code, is_quantised, num_blocks
-from .whole_matrices import WholeMatrices, gatherings
 
 _WIDE = (torch.float32, torch.bfloat16)
 
 
-def within(value: object, low: float, high: float = math.inf) -> bool:
+def within(value: object, low: float, high: float = inf) -> bool:
     """Return whether `value` is a number of at least `low` and below `high`; NaN is not."""
     return isinstance(value, int | float) and low <= value < high
 
@@ -36,16 +38,16 @@ def within(value: object, low: float, high: float = math.inf) -> bool:
 class Slices:
     """Slices of local pieces that one call updates in place. The lists belong together by index.
 
-    All tensors of one call have one dtype and one device. `state` has a list for each of `Optimizer.state_names`.
-    Large pieces are cut, so slices are flat; an optimizer with `needs_whole_matrix` gets uncut pieces, empty ones too,
-    and `matrices` to gather whole ones by name.
+    All tensors of one call have one dtype and one device. `state` has a list for each of `Optimizer.state_names_of`.
+    Large pieces are cut, so slices are flat. `whole`: they are of matrices that `matrix_step` will update, so only
+    their state is updated now.
     """
 
     names: list[str]
     params: list[Tensor]
     grads: list[Tensor]
     state: tuple[list[Tensor], ...]
-    matrices: WholeMatrices | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Optimizer(ABC):
 
     state_names: ClassVar[tuple[str, ...]]  # of the tensors of each parameter: the folders of a checkpoint
     codes: ClassVar[tuple[Code, ...]] = ()  # of each state tensor, how it is quantised to 8 bits; none: it cannot be
-    needs_whole_matrix: ClassVar[bool] = False  # an update then gathers each matrix once, which `charges` bills
+    needs_whole_matrix: ClassVar[bool] = False  # matrices then travel to one rank each, which `charges` bills
 
     state_dtype: torch.dtype | None = None
 
@@ -112,10 +114,57 @@ class Optimizer(ABC):
         """Return the new weight and state of one whole parameter, from the textbook formula: oracle O1 compares the
         engine with it, in float64. So it shares no code with `update`."""
 
-    def charges(self, trained: Iterable[Param], rules: Rules, axes: Axes, itemsize: int) -> list[Charge]:
+    @property
+    def by_head(self) -> bool:
+        """Whether rows of heads are a matrix for each head."""
+        return False
+
+    @property
+    def matrix_dtype(self) -> torch.dtype | None:
+        """The dtype in which matrices travel and are computed; None: that of the parameters."""
+        return None
+
+    def check(self, table: Table) -> None:
+        """Refuse options that do not fit a model."""
+        return
+
+    def updates_whole(self, param: Param) -> bool:
+        """Tell whether a parameter is updated as whole matrices: those of the files, as its declaration says."""
+        return self.needs_whole_matrix and param.matrices is not None
+
+    def matrix_input(self, grad: Tensor, state: Sequence[Tensor]) -> Tensor:
+        """Return what `matrix_direction` gets, elementwise, from a part of a gradient and of the updated state."""
+        return grad
+
+    def matrix_direction(self, matrix: Tensor) -> Tensor:
+        """Return the update of one whole matrix, from its input, which it leaves as it is."""
+        raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_direction")
+
+    def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:
+        """Apply a part of an update to the same part of a parameter, in place. `shape`: of the whole matrix."""
+        raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_step")
+
+    def plain_matrix_update(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what `plain_update` does, of one matrix that is updated whole."""
+        raise NotImplementedError(
+            f"{type(self).__name__} says needs_whole_matrix, so it must define plain_matrix_update"
+        )
+
+    def charges(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int, itemsize: int) -> list[Charge]:
         """Return the collectives that an update adds to the bill of a step. `trained`: what a rank holds pieces of."""
-        sums = gatherings(trained, rules, axes, itemsize) if self.needs_whole_matrix else []
-        return [Charge.of(each) for each in sums]
+        whole = [param for param in trained if self.updates_whole(param)]
+        if not whole or prod(axes.sizes(STAGE)) == 1:
+            return []
+        item = itemsize if self.matrix_dtype is None else self.matrix_dtype.itemsize
+        exchanges = exchanged(MatrixPlan(whole, rules, axes, rank, by_head=self.by_head))
+        counts = Counter((what, numel) for what, numels in exchanges.items() for numel in numels)
+        return [Charge(what, "all_to_all", STAGE, numel * item, num) for (what, numel), num in counts.items()]
+
+    def state_names_of(self, param: Param) -> tuple[str, ...]:
+        """Return the names of the state that a parameter has: all of `state_names`, or the first of them."""
+        return self.state_names
 
     @property
     def label(self) -> str:
@@ -140,12 +189,12 @@ class Optimizer(ABC):
 
     def state_bytes(self, stored: torch.dtype, param: Param, shape: Sequence[int]) -> int:
         """Return the bytes of all state of a piece of a parameter, scales among them."""
-        numel = math.prod(shape)
+        numel, num = prod(shape), len(self.state_names_of(param))
         if self.state_dtype != torch.uint8 or not is_quantised(param):
-            return len(self.state_names) * numel * self.wide_dtype(stored).itemsize
-        return len(self.state_names) * (numel + shape[0] * num_blocks(shape[1]) * torch.float32.itemsize)
+            return num * numel * self.wide_dtype(stored).itemsize
+        return num * (numel + shape[0] * num_blocks(shape[1]) * torch.float32.itemsize)
 
     def least_bytes(self, table: Table, stored: torch.dtype) -> int:
         """Return the least bytes of state that any element of a model has."""
         each = 1 if self.quantised(table, table.params) else self.wide_dtype(stored).itemsize
-        return len(self.state_names) * each
+        return min(len(self.state_names_of(param)) for param in table) * each

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ..ops.kernels.launch import is_dense
 from ..ops.part_sizes import part_size
+from ..sharding import Table
 from .base import Clip, Optimizer, Slices
 from .int8_state import BLOCK, SCALES, Place, decode, dice, encode, num_blocks, seed_of, zero_codes
 from .whole_matrices import WholeMatrices
@@ -27,10 +29,14 @@ State = dict[str, tuple[Tensor, ...]]  # by parameter, a tensor for each of `Opt
 
 @dataclass(frozen=True)
 class Part:
-    """Slices that one call updates. `live`: state is updated where it is stored; else it is widened for the call."""
+    """Slices that one call updates. `live`: state is updated where it is stored; else it is widened for the call.
+
+    `whole`: of matrices that are updated whole.
+    """
 
     slices: list[Slice]
     decays: bool
+    whole: bool
     live: bool
 
 
@@ -42,12 +48,15 @@ class LocalOptimizer:
     """
 
     def __init__(
-        self, options: Optimizer, decayed: Container[str], quantised: Mapping[str, Place] | None = None,
-        matrices: WholeMatrices | None = None, by_rows: Container[str] = (),
+        self, options: Optimizer, table: Table, quantised: Mapping[str, Place] | None = None,
+        matrices: WholeMatrices | None = None,
     ) -> None:  # fmt: skip
-        self.options, self.decayed, self.steps, self.quantised = options, decayed, 0, quantised or {}
+        self.options, self.steps, self.quantised = options, 0, quantised or {}
         self.matrices = matrices  # of an optimizer that needs whole ones
-        self.by_rows = by_rows  # tables whose rows are updated only where they have a gradient
+        self.state_names = {param.name: options.state_names_of(param) for param in table}
+        self.decayed = {param.name for param in table if param.decay}
+        self.whole = {param.name for param in table if options.updates_whole(param)}
+        self.by_rows = {param.name for param in table if param.by_rows}  # rows are updated where they have a gradient
         self.state: State = {}  # created by the first step: until then it takes no memory
         self._has_kernel: dict[torch.device, bool] = {}
         # The slices of a step are computed once, and again only if a step updates other parameters than the last one:
@@ -68,23 +77,21 @@ class LocalOptimizer:
     def by_name(self, state: State) -> dict[str, dict[str, Tensor]]:
         """Return state by the name of each tensor, and then by parameter."""
         return {
-            name: {param: tensors[at] for param, tensors in state.items()}
+            name: {param: tensors[at] for param, tensors in state.items() if at < len(tensors)}
             for at, name in enumerate(self.options.state_names)
         }
 
     def make_state(self, stored: Mapping[str, Tensor]) -> None:
-        """Create missing state. An empty piece has none, unless whole matrices are gathered."""
-        missing = {name: t for name, t in stored.items() if name not in self.state}
-        self.state |= self.new_state(missing)
-        if self.options.needs_whole_matrix:
-            self.state |= self.new_state(missing, empty=True)
+        """Create missing state. An empty piece has none."""
+        self.state |= self.new_state({name: t for name, t in stored.items() if name not in self.state})
 
     def new_state(self, stored: Mapping[str, Tensor], *, empty: bool = False) -> State:
         """Return zeros for all pieces that are not empty. `empty`: for the empty ones alone."""
-        made, num = State(), len(self.options.state_names)
+        made = State()
         for name, tensor in stored.items():
             if empty == bool(tensor.numel()):
                 continue
+            num = len(self.state_names[name])
             if name in self.quantised:
                 made |= zero_codes(name, tensor, num)
             else:
@@ -95,7 +102,7 @@ class LocalOptimizer:
     def fuses(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
         """Tell whether `step` can clip: whether the optimizer has a fused update for each of the pieces."""
         dense = {name: grad for name, grad in grads.items() if name not in self.by_rows}
-        if self.quantised or not dense:
+        if self.quantised or self.matrices is not None or not dense:
             return False
         pieces = ((self.state.get(name, ()), stored[name], grad) for name, grad in dense.items())
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
@@ -115,8 +122,7 @@ class LocalOptimizer:
         self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, clip: Clip | None = None
     ) -> None:
         """Update the stored pieces of the parameters that have gradients. `clip`: in one pass that also clips them."""
-        whole = self.options.needs_whole_matrix  # a rank with an empty piece takes part in gathering
-        stored = {name: t for name, t in stored.items() if name in grads and (whole or t.numel())}
+        stored = {name: t for name, t in stored.items() if name in grads and t.numel()}
         self.make_state(stored)
         tables = {name: stored.pop(name) for name in [*stored] if name in self.by_rows}
         if clip is not None:
@@ -128,7 +134,15 @@ class LocalOptimizer:
                 self._updated, self._parts = [*stored], list(self._divided(stored))
             for part in self._parts:
                 self._update(part, stored, grads, lr)
+        self._update_whole(stored, grads, lr)
         self.steps += 1
+
+    def _update_whole(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
+        """Update whole matrices, together with the ranks that store other parts of them."""
+        names = [name for name in grads if name in self.whole]  # also those of which this rank stores nothing
+        if self.matrices is not None and names:
+            own = {name: stored[name] for name in names if name in stored}
+            self.matrices.update(own, {name: grads[name] for name in names}, self.state, lr)
 
     def _step_fused(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, clip: Clip) -> None:
         """Queue the updates of all pieces; only then wait, and raise if they have written nothing."""
@@ -140,12 +154,15 @@ class LocalOptimizer:
         clip.finite()
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
-        """Divide parameters into parts, first those with weight decay: one call of a fused kernel has one decay."""
-        for decays in (True, False):
-            some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
-            uncut: Iterator[list[Slice]] = ([(name, None)] for name in some)
-            for slices in uncut if self.options.needs_whole_matrix else _parts(some, self.quantised):
-                yield Part(slices, decays, all(self._is_live(name, at, stored[name]) for name, at in slices))
+        """Divide parameters into parts: one call has one number of state tensors, and one decay as fused kernels do."""
+        for whole, decays in product((True, False), (True, False)):
+            kind = (whole, decays)
+            some = {name: t for name, t in stored.items() if (name in self.whole, name in self.decayed) == kind}
+            if whole:  # those with state
+                some = {name: t for name, t in some.items() if self.state_names[name]}
+            for slices in _parts(some, self.quantised):
+                is_live = all(self._is_live(name, at, stored[name]) for name, at in slices)
+                yield Part(slices, decays, whole, is_live)
 
     def _update_rows(self, name: str, table: Tensor, grad: Tensor, lr: float, clip: Clip | None) -> None:
         """Update the rows of a table that have a gradient, in slices; all others keep their bytes, and their state.
@@ -174,8 +191,9 @@ class LocalOptimizer:
         views = [_of(stored[name], at) for name, at in part.slices]
         state = [self.state[n] for n, _ in part.slices] if part.live else list(map(self._wide, part.slices, views))
         of_views = [_of(grads[name].contiguous(), at) for name, at in part.slices]
-        by_name = tuple([each[at] for each in state] for at in range(len(self.options.state_names)))
-        slices = Slices([name for name, _ in part.slices], views, of_views, by_name, self.matrices)
+        num = len(self.state_names[part.slices[0][0]])  # the same for all parameters of a part
+        by_name = tuple([each[at] for each in state] for at in range(num))
+        slices = Slices([name for name, _ in part.slices], views, of_views, by_name, part.whole)
         self.options.update(slices, lr=lr, step=self.steps + 1, decays=part.decays)
         for (name, at), wide in [] if part.live else zip(part.slices, state, strict=True):
             self._store(name, at, wide, self.steps)

@@ -37,6 +37,17 @@ from .doors import (
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
 from .fp8_blocks import SCALES, SEPARATE, check_fp8, gathered_in_fp8, quantised_once
 from .fsdp_units import MTP, TOWER, Unit, units_of
+from .matrix_owners import (
+    TO_HOLDERS,
+    TO_OWNERS,
+    Bucket,
+    Exchange,
+    Matrix,
+    MatrixPart,
+    MatrixPlan,
+    exchanged,
+    matrices_of,
+)
 from .params import (
     ALWAYS,
     IF_NAMED,

@@ -94,6 +94,9 @@ class Param:
     by_rows: bool = False  # a table whose rows are spread over the ranks of a stage, and looked up by all-to-alls
     trains: str = ALWAYS
     steep: bool = False  # its gradient comes through a function so steep that rounding moves it far
+    # The dims by which it is several matrices, with the sizes of their parts ({}: it is one), for optimizers such as
+    # Muon that update whole matrices. None: it is no matrix (an embedding, a norm, a convolution).
+    matrices: Mapping[str, tuple[int, ...]] | None = None
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
     first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
@@ -147,6 +150,7 @@ def weight(
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
     init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False, adapter: bool = False,
     by_rows: bool = False, trains: str = ALWAYS, steep: bool = False,
+    matrices: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Declared:  # fmt: skip
     """Declare a parameter.
 
@@ -173,6 +177,7 @@ def weight(
             by_rows,
             trains,
             steep,
+            matrices,
         )
     )
 

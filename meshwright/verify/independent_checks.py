@@ -8,8 +8,8 @@ transformers does not define: how micro-batches make up a step, and how it updat
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from ..data import IGNORE
 from ..engine import Engine, Model, MtpRecord
 from ..models import PREFIX
 from ..optim import Optimizer
+from ..sharding import Param
 from ..weights import chosen
 from .diagnose.forward import scores_of, watched_routers
+from .file_matrices import indices_of_matrices
 from .fp8_matmuls import q1_matmuls
 from .results import Finding, Margin, Notes
 
@@ -179,10 +181,53 @@ def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:
 
 @dataclass
 class _Parameter:
-    """A whole parameter in float64, and its optimizer state, as the textbook formula leaves them."""
+    """A tensor of the files in float64, and its optimizer state, as the textbook formula leaves them.
+
+    `matrices`: indices of the matrices that are updated apart; none if it is updated as it is.
+    """
 
     weight: Tensor
     state: tuple[Tensor, ...]
+    matrices: Sequence[Tensor] = ()
+
+    def updated(self, optimizer: Optimizer, grad: Tensor, **how: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the weight and the state after a plain update."""
+        if not self.matrices:
+            return optimizer.plain_update(self.weight, grad, self.state, **how)
+        weight, *state = (each.clone() for each in (self.weight, *self.state))
+        for at in self.matrices:
+            before = [each.view(-1)[at] for each in (self.weight, grad.contiguous(), *self.state)]
+            new = optimizer.plain_matrix_update(before[0], before[1], before[2:], **how)
+            for tensor, values in zip((weight, *state), (new[0], *new[1]), strict=True):
+                tensor.view(-1)[at.reshape(-1)] = values.reshape(-1)
+        return weight, tuple(state)
+
+
+def _parameter(engine: Engine, key: str, param: Param, weight: Tensor) -> _Parameter:
+    """Return a tensor of the files before the first step, with state of zeros."""
+    optimizer, matrices = engine.optimizer.options, list[Tensor]()
+    if optimizer.updates_whole(param):
+        matrices = indices_of_matrices(key, weight.shape, engine.model.config, by_head=optimizer.by_head)
+    num = len(optimizer.state_names_of(param))
+    return _Parameter(weight.contiguous(), tuple(torch.zeros_like(weight) for _ in range(num)), matrices)
+
+
+def _declared_as_others(
+    engine: Engine, params: Mapping[str, _Parameter], declared: Mapping[str, Param]
+) -> Iterator[Finding]:
+    """Yield a finding for each tensor that is a matrix by its key and by its declaration is none, or the reverse."""
+    for key, param in params.items():
+        is_matrix = bool(indices_of_matrices(key, param.weight.shape, engine.model.config))
+        if engine.optimizer.options.needs_whole_matrix and is_matrix != (_declares_matrix(declared[key])):
+            what = "is a matrix" if is_matrix else "is no matrix"
+            yield Finding(
+                "O1", key, f"{what}, and {declared[key].name} is declared otherwise", "Param.matrices is wrong"
+            )
+
+
+def _declares_matrix(param: Param) -> bool:
+    """Tell whether a parameter is declared as matrices. Those of a vision tower are left to AdamW."""
+    return param.matrices is not None and not param.name.startswith("tower.")
 
 
 def o1_updates(
@@ -192,7 +237,8 @@ def o1_updates(
 
     That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients (with
     mtp="head" by another for the MTP head), and weight decay of parameters with two dims or more, but for adapters.
-    Rows of a table that have no gradient stay. `before`: the weights before the first step.
+    Rows of a table that have no gradient stay. An optimizer of whole matrices gets each matrix of a tensor
+    apart. `before`: the weights before the first step.
     """
     apart = engine.model.recipe.mtp == "head"
     table, choice = engine.model.table, engine.model.keymap.choice
@@ -201,8 +247,9 @@ def o1_updates(
     # O1 cannot rely on the engine's norm, its clipping or its counters: it starts from gradients, weights and options.
     optimizer, most, worst, where = engine.optimizer.options, engine.max_norm or float("inf"), 0.0, ""
     tables = {block.key for param in table if param.by_rows for block in chosen(param, choice).blocks}
-    zeros = {k: tuple(torch.zeros_like(w).double() for _ in optimizer.state_names) for k, w in before.items()}
-    params = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
+    declared = {block.key: param for param in table for block in chosen(param, choice).blocks}
+    params = {k: _parameter(engine, k, declared[k], w.double()) for k, w in before.items()}
+    yield from _declared_as_others(engine, params, declared)
     assert callable(engine.lr)
     for number, step in enumerate(steps):
         norms = _norms(step.grads, twice, apart)
@@ -227,7 +274,7 @@ def o1_updates(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
             # Go on from the engine's weights, so that one wrong update is one finding.
-            params[key] = _Parameter(step.weights[key].double(), state)
+            params[key] = replace(params[key], weight=step.weights[key].double(), state=state)
     num = sum(grad.numel() for step in steps for grad in step.grads.values())
     notes.add_margin(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
 
@@ -256,7 +303,7 @@ def _maker(optimizer: Optimizer, param: _Parameter, grad: Tensor, number: int, o
     """
 
     def make(lr: float, clip: float, decays: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        new = optimizer.plain_update(param.weight, grad * clip, param.state, lr=lr, step=number, decays=decays)
+        new = param.updated(optimizer, grad * clip, lr=lr, step=number, decays=decays)
         if not only_met:
             return new
         met, old = (grad != 0).any(1, keepdim=True), (param.weight, *param.state)

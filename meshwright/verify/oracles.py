@@ -26,9 +26,10 @@ from .diagnose.causes import cause_of, cause_of_loss, scale
 from .diagnose.forward import FirstWrong, about_doors, by_logits, first_wrong, recorded_forward, scores_of
 from .diagnose.gradients import common_property, suspects
 from .independent_checks import UPDATE
-from .reference import Findings, Run, everywhere, fresh_weights, loads_of, lr_of_trial, unrounded
+from .reference import TOLERANCES, Findings, Run, everywhere, fresh_weights, loads_of, lr_of_trial, unrounded
 from .results import Finding
 from .weight_checks import checksum_of, weight_differences
+from .whole_state import whole_state
 
 _STEEP = 30.0  # how much more rounding may move a gradient that comes through a steep function
 _LESS_THAN_LOST = 0.9  # of its norm: a gradient of zeros is 1 off
@@ -326,6 +327,19 @@ def u1_update(run: Run, step: int, before: Mapping[str, Tensor], with_gradient: 
     run.record_once("U1", "elements after updates", num, worst, limit, at)
     if everywhere(run.model.mesh, [int(worst > limit)])[0][0]:
         run.blame = f"the update of step {step} is wrong, see U1"
+    elif run.reference.steps[step].state:
+        yield from _state_after_updates(run, run.reference.steps[step].state)
+
+
+def _state_after_updates(run: Run, expected: Mapping[str, Tensor]) -> Findings:
+    """Compare optimizer state with that of one process. Muon's weights are right with gradients of any scale."""
+    limit, worst, at, num = TOLERANCES[torch.float64].grad, 0.0, "", 0
+    for name, tensor in whole_state(run.engine).items():
+        off = float((tensor - expected[name]).norm() / max(float(expected[name].norm()), 1e-30))
+        worst, at, num = *max((worst, at), (off, name)), num + tensor.numel()
+        if not off <= limit:
+            yield Finding("U1", name, f"differs from one process by {off:.1e} of its norm after the last step")
+    run.record_once("U1", "elements of optimizer state", num, worst, limit, at)
 
 
 def u1_alive(run: Run, losses: Sequence[float]) -> Findings:

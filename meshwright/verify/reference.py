@@ -33,6 +33,7 @@ from .diagnose.forward import recorded_forward, scores_of
 from .recorder import RecordedCollective
 from .results import Finding, Margin, Notes
 from .small_data import LONG_STEP, Data
+from .whole_state import whole_state
 
 LR = 1e-3
 MAX_NORM = 1.0  # small models have gradient norms on both sides of it, so clipping is tried on and off
@@ -192,7 +193,8 @@ class ReferenceStep:
 
     `norms`: of all gradients, before clipping; with mtp="head" of those of the trunk, and of those of the MTP head.
     `loads`: the tokens that each expert got, [layers of experts, experts]. `grads`: by Hugging Face name. `mtp`: what a
-    trained MTP head reports. `weights`: after the update, likewise, in float64.
+    trained MTP head reports. `weights`: after the update, likewise, in float64. `state`: of the optimizer, after the
+    last update, in float64.
     """
 
     loss: float
@@ -201,6 +203,7 @@ class ReferenceStep:
     grads: dict[str, Tensor]
     mtp: MtpRecord | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,8 @@ def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
     loads, mtp, norms = loads_of(engine), engine._pending().results.mtp, engine.norms(engine.model.grads())
     engine.update()
     stores_weights = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
-    return ReferenceStep(value, norms, loads, grads, mtp, unrounded(engine.model) if stores_weights else {})
+    state = whole_state(engine) if trial.checks_updates and step == trial.steps - 1 else {}
+    return ReferenceStep(value, norms, loads, grads, mtp, unrounded(engine.model) if stores_weights else {}, state)
 
 
 def loads_of(engine: Engine) -> Tensor:

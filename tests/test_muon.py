@@ -1,0 +1,274 @@
+"""Muon: one process's update on every mesh, momenta too; torch.optim.Muon's on the matrices of the files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
+from meshwright.recipe import MemoryOptions, Recipe
+from meshwright.sharding import MatrixPlan, exchanged, weight
+from meshwright.sharding.matrix_owners import matrices_of
+from meshwright.verify import Data
+from meshwright.verify.file_matrices import indices_of_matrices
+from meshwright.verify.reference import unrounded
+from meshwright.verify.whole_state import whole_state
+from tests import parts, tiny, trials, worlds
+from tests.trials import build, error_of
+from tests.words import words
+
+FLOAT64 = mw.Muon(matrix_dtype=None)
+MESHES: list[dict[str, int]] = [
+    dict(fsdp=2, tp=2), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(tp=4), dict(fsdp=4, ep=2), dict(cp=2),
+    dict(pp=2), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, fsdp=2), dict(pp=2, tp=2),
+]  # fmt: skip
+FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp")
+STEEP = 30.0  # as oracle G1 allows for a gradient through a root near 0, of which rounding decides the last digits
+Whole = Mapping[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def source(name: str) -> Path:
+        if name not in made:
+            extra: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
+            made[name] = tiny.directory(tmp_path_factory.mktemp(name), name, **extra)
+        return made[name]
+
+    return source
+
+
+def by_torch(source: Path, dtype: torch.dtype, by_head: bool) -> tuple[int, list[str]]:
+    """Train beside torch.optim.Muon on each matrix of the files. Return how many there are, and what differs."""
+    muon = mw.Muon(by_head=by_head)
+    engine = mw.Engine(mw.load(source, mw.Mesh(), dtype=dtype), lr=1e-2, max_norm=None, optimizer=muon)
+    before, config = unrounded(engine.model), engine.model.config
+    at = {key: indices_of_matrices(key, whole.shape, config, by_head=by_head) for key, whole in before.items()}
+    matrices = {key: [torch.nn.Parameter(whole.reshape(-1)[i]) for i in at[key]] for key, whole in before.items()}
+    every = [matrix for some in matrices.values() for matrix in some]
+    by_torch = torch.optim.Muon(every, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        engine.backward(Data()(0, step))
+        for key, grad in mw.gather(engine.model, "grad").items():
+            for matrix, i in zip(matrices[key], at[key], strict=True):
+                matrix.grad = grad.reshape(-1)[i].to(dtype)
+        engine.update()
+        by_torch.step()
+    now, state, differ = unrounded(engine.model), whole_state(engine), []
+    for key, some in matrices.items():
+        for matrix, i in zip(some, at[key], strict=True):
+            momentum = by_torch.state[matrix]["momentum_buffer"]
+            pairs = (now[key], matrix.detach()), (state[f"exp_avg of {key}"], momentum)
+            differ += [key for ours, other in pairs if not torch.equal(ours.reshape(-1)[i], other)]
+    return len(every), differ
+
+
+KINDS = ["qwen2", "qwen3", "qwen3_next", *FAMILIES]
+BY_TORCH = {(name, dtype, False): "one" for name in KINDS for dtype in (torch.float32, torch.float64)} | {
+    (name, torch.float32, True): "one" for name in ("qwen3_next", "qwen3_5_moe")
+}
+
+
+@pytest.fixture(scope="module")
+def beside_torch(source_of: Callable[[str], Path]) -> Any:
+    def run(group: Any) -> Any:
+        cases = {case: partial(by_torch, source_of(case[0]), *case[1:]) for case in group}
+        return {case: found[0] for case, found in worlds.in_turn(1, cases, seconds=120).items()}
+
+    return worlds.shared(BY_TORCH, run)
+
+
+@pytest.mark.parametrize("case", BY_TORCH, ids=lambda case: f"{case[0]}-{case[1]}{'-heads' * case[2]}")
+def test_one_process_is_torch_on_the_matrices_of_the_files(beside_torch: Any, case: Any) -> None:
+    """Weights and momenta of three steps, to the bit. `indices_of_matrices` says which matrices a file has, and shares
+    nothing with the declarations."""
+    num, differ = beside_torch(case)
+    assert num > 10
+    assert differ == []
+
+
+def trained(source: Path, mesh: dict[str, int], optimizer: mw.Muon, **options: Any) -> dict[str, Tensor]:
+    """Three clipped steps: weights and optimizer state on rank 0, unrounded."""
+    engine = build(source, mesh, max_norm=0.5, router_aux="previous", optimizer=optimizer, **options)
+    for step in range(3):
+        engine.step(four_batches(engine, step))
+    return unrounded(engine.model) | whole_state(engine)
+
+
+def four_batches(engine: mw.Engine, step: int) -> list[mw.Batch]:
+    """Return this data rank's part of four micro-batches, the same four on every mesh."""
+    rank, num = engine.model.mesh.data_rank, engine.model.mesh.num_data_ranks
+    return [batch for each in range(4) for batch in Data(num=1)(each, step)][rank * 4 // num : (rank + 1) * 4 // num]
+
+
+def families_on(mesh: dict[str, int]) -> list[str]:
+    return parts.every(3, FAMILIES, MESHES.index(mesh))
+
+
+@pytest.fixture(scope="module")
+def of_one_process(source_of: Callable[[str], Path]) -> Callable[[str, torch.dtype | None], Whole]:
+    made: dict[Any, Whole] = {}
+
+    def expected(name: str, dtype: torch.dtype | None) -> Whole:
+        if (name, dtype) not in made:
+            [made[name, dtype]] = worlds.run(1, trained, source_of(name), {}, mw.Muon(matrix_dtype=dtype))
+        return made[name, dtype]
+
+    return expected
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+def test_weights_and_momenta_are_those_of_one_process(
+    source_of: Callable[[str], Path], of_one_process: Any, mesh: dict[str, int]
+) -> None:
+    """With the iteration in float64 within 1e-12. In bfloat16 gradients of float64 give the same input, so the same
+    bits: a tolerance would prove nothing, since one element that rounds the other way changes the whole update."""
+    dtypes = (None, torch.bfloat16)
+    cases = {
+        (name, dtype): partial(trained, source_of(name), mesh, mw.Muon(matrix_dtype=dtype))
+        for name in families_on(mesh)
+        for dtype in dtypes
+    }
+    for (name, dtype), results in worlds.in_turn(trials.world_of(mesh), cases, seconds=240).items():
+        expected, actual = of_one_process(name, dtype), results[0]
+        off = {key: float((actual[key] - whole).abs().max()) for key, whole in expected.items()}
+        for key in off:
+            assert off[key] < (STEEP if re.search(r"ple\.(key|norm_key|norm_query)", key) else 1.0) * 1e-12, key
+        assert off.keys() == actual.keys()
+        matrices = [key for key in off if f"exp_avg of {key}" in off and f"exp_avg_sq of {key}" not in off]
+        assert len(matrices) > 60
+        if dtype is not None:
+            assert [key for key in matrices if off[key]] == []
+
+
+@pytest.mark.parametrize("mesh", parts.every(4, MESHES), ids=trials.named)
+def test_every_oracle_holds(source_of: Callable[[str], Path], mesh: dict[str, int]) -> None:
+    """O1 with the plain update by singular values, U1 with momenta, K1 and C1 with the bytes of both exchanges."""
+    tried = {
+        name: replace(trials.trial(source_of(name), mesh), optimizer=FLOAT64, router_aux="previous")
+        for name in families_on(mesh)
+    }
+    for each in trials.references([*tried.values()]):
+        assert not each.notes.findings
+        assert "O1" in {margin.oracle for margin in each.notes.margins}
+    assert trials.findings_in_turn(tried) == {name: [] for name in tried}
+
+
+OPTIONS: dict[str, tuple[dict[str, int], mw.Muon, dict[str, Any]]] = {
+    "by head": (dict(tp=2), replace(FLOAT64, by_head=True), {}),
+    "original": (dict(fsdp=2), replace(FLOAT64, scale="original", nesterov=False), {}),
+    "excluded": (dict(tp=2), replace(FLOAT64, exclude=("tower.*", "*.router")), {}),
+    "offload": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(offload=True))),
+    "recompute": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(recompute="full", gather_once=True))),
+    "mtp": (dict(pp=2), FLOAT64, dict(mtp="all")),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_hold_every_oracle(source_of: Callable[[str], Path], tmp_path: Path, option: str) -> None:
+    """The embedding at both ends of a pipeline (mtp) is AdamW's on both (Megatron-LM#4641)."""
+    mesh, optimizer, recipe = OPTIONS[option]
+    source = source_of("qwen3_moe")
+    if option == "mtp":
+        source = tiny.with_mtp(tiny.directory(tmp_path / "m", "qwen3_5_moe"))
+    tried = replace(trials.trial(source, mesh), optimizer=optimizer, router_aux="previous").with_options(**recipe)
+    assert not trials.reference(tried).notes.findings
+    assert trials.findings(tried) == []
+
+
+def test_whole_experts_send_nothing() -> None:
+    """Where the experts of a rank of ep divide by efsdp, each is whole on one rank; else only those that are cut."""
+    config = tiny.of("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
+    blueprint = Blueprint.of(config, None, Recipe())
+    experts = [param for param in blueprint.table if ".experts." in param.name]
+    for axes, whole in ((Axes(fsdp=4, ep=2), True), (Axes(fsdp=3), False), (Axes(fsdp=2, tp=2, ep=4), True)):
+        plans = [MatrixPlan(experts, blueprint.spec.rules, axes, rank) for rank in range(axes.world)]
+        received = [sum(map(sum, exchanged(plan).values())) for plan in plans]
+        assert (sum(received) == 0) == whole, axes
+        assert all(plan.owner == plans[0].owner for plan in plans)
+        assert sum(len(plan.own) for plan in plans) == len(plans[0].matrices) == 2 * 8 * 3
+
+
+def test_an_expert_without_tokens_stays_where_it_is() -> None:
+    assert torch.equal(mw.Muon().matrix_direction(torch.zeros(3, 5)), torch.zeros(3, 5))
+
+
+def saved(source: Path, mesh: dict[str, int], out: Path, optimizer: mw.Optimizer) -> None:
+    engine = build(source, mesh, optimizer=optimizer, router_aux="previous")
+    engine.step(four_batches(engine, 0))
+    mw.save(engine, out)
+
+
+def resumed(source: Path, mesh: dict[str, int], out: Path, optimizer: mw.Optimizer) -> dict[str, Tensor] | str:
+    """Resume and take one step; or return the error."""
+    engine = build(source, mesh, optimizer=optimizer, router_aux="previous")
+    if error := error_of(lambda: mw.resume(engine, out)):
+        return error
+    before = whole_state(engine)
+    engine.step(four_batches(engine, 1))
+    return {**unrounded(engine.model), **{f"before: {name}": tensor for name, tensor in before.items()}}
+
+
+def test_a_checkpoint_goes_on_on_another_mesh(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    source, muon = source_of("qwen3_moe"), mw.Muon()
+    worlds.run(2, saved, source, dict(fsdp=2), tmp_path / "muon", muon)
+    [whole] = worlds.run(1, resumed, source, {}, tmp_path / "muon", muon)
+    on_mesh = worlds.run(4, resumed, source, dict(fsdp=2, tp=2, ep=2), tmp_path / "muon", muon)[0]
+    for name, tensor in whole.items():
+        torch.testing.assert_close(on_mesh[name], tensor, rtol=1e-12, atol=1e-12)
+        assert not name.startswith("before") or torch.equal(on_mesh[name], tensor)
+    assert any(tensor.any() for name, tensor in whole.items() if name.startswith("before"))
+    [error] = worlds.run(1, resumed, source, {}, tmp_path / "muon", mw.AdamW())
+    assert re.search(words("CheckpointError", "no exp_avg_sq", "AdamW", "optimizer="), error)
+    [error] = worlds.run(1, resumed, source, {}, tmp_path / "muon", mw.Muon(exclude=("*.router",)))
+    assert re.search(words("CheckpointError", "no exp_avg_sq", "gate.weight"), error)
+
+
+def test_muon_takes_over_from_adamw(source_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its momentum is AdamW's first moment: both are averages with the weight 1 - beta."""
+    source = source_of("qwen3_moe")
+    worlds.run(1, saved, source, {}, tmp_path / "adamw", mw.AdamW())
+    [of_adamw] = worlds.run(1, resumed, source, {}, tmp_path / "adamw", mw.AdamW())
+    [of_muon] = worlds.run(1, resumed, source, {}, tmp_path / "adamw", mw.Muon())
+    momenta = [name for name in of_muon if name.startswith("before: exp_avg of")]
+    assert len(momenta) == len([name for name in of_adamw if name.startswith("before: exp_avg of")])
+    assert all(torch.equal(of_muon[name], of_adamw[name]) for name in momenta)
+
+
+def test_what_cannot_be_right_is_refused(source_of: Callable[[str], Path]) -> None:
+    source = source_of("qwen3_moe")
+    with pytest.raises(mw.ConfigError, match=words(r"state_dtype=torch\.uint8", r"torch\.bfloat16")):
+        mw.Muon(state_dtype=torch.uint8)
+    for wrong in (dict(momentum=1.0), dict(scale="spectral"), dict(exclude="*.router"), dict(matrix_dtype=torch.int8)):
+        with pytest.raises(mw.ConfigError, match=words(*wrong)):
+            mw.Muon(**wrong)
+    errors = worlds.run(1, refused, source)[0]
+    says = ("lora", "AdamW"), ("none of the", "AdamW"), ("exclude", "routers")
+    for error, expected in zip(errors, says, strict=True):
+        assert re.search(words("ConfigError", *expected), error)
+    declared = weight({"half": 2, "ffn": 6}, {"embed": 5}, key="w", matrices={"half": (1, 2)}).param
+    with pytest.raises(mw.LayoutError, match=words("half", "add up")):
+        list(matrices_of(declared))
+
+
+def refused(source: Path) -> list[str]:
+    def engine(optimizer: mw.Muon = FLOAT64, **options: Any) -> Callable[[], mw.Engine]:
+        return lambda: mw.Engine(mw.load(source, trials.mesh_of({}), **options), lr=1e-3, optimizer=optimizer)
+
+    return [
+        error_of(engine(lora=mw.Lora(rank=2))),
+        error_of(engine(train=["*norm*", "embed.*"])),
+        error_of(engine(mw.Muon(exclude=("*.routers",)))),
+    ]
