@@ -24,6 +24,7 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.errors import ConfigError, RankError
+from meshwright.optim import AdamW
 from meshwright.plan import TINY
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from meshwright.verify import (
@@ -290,7 +291,7 @@ def test_a_tiny_model_takes_fp8_on_every_axis(capsys: Capture) -> None:
 
 def test_report_states_memory_options() -> None:
     shrunk, options = plan("tiny-qwen3", Axes(fsdp=2)), Options(Recipe(memory=MemoryOptions(recompute="full")))
-    in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(options, state_dtype=torch.uint8))
+    in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(options, optimizer=AdamW(state_dtype=torch.uint8)))
 
     def stated(tried: session.Plan, dtype: str) -> str:
         return session.options_of(session.trial_of(tried, dtype, Path()))
@@ -304,7 +305,7 @@ def test_report_states_memory_options() -> None:
     assert memory.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.MemoryOptions"), memory
     assert others.startswith("state_dtype")
     with pytest.raises(ConfigError, match=f"no matrix .*8 bits; try {IN_BLOCKS}"):
-        plan("tiny-qwen3", Axes(fsdp=2), Options(state_dtype=torch.uint8))
+        plan("tiny-qwen3", Axes(fsdp=2), Options(optimizer=AdamW(state_dtype=torch.uint8)))
 
 
 def test_help_names_every_tiny_model(capsys: Capture) -> None:

@@ -433,7 +433,7 @@ def _verify(options: argparse.Namespace) -> int:
     check_axes(vars(options), sizes)
     asked = verify.Options(
         recipe, options.dtypes.split(","), options.kind, options.device, options.seconds, options.against, options.seed,
-        options.plant, optimizer.state_dtype, options.ranks_per_device,
+        options.plant, optimizer, options.ranks_per_device,
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

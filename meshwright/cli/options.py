@@ -78,7 +78,7 @@ def add_json(command: argparse.ArgumentParser, content: str, how: str = "") -> N
 
 
 def add_recipe(command: argparse.ArgumentParser) -> None:
-    """Add `--mesh`, a flag for each field of a `Recipe`, and `--state-dtype`.
+    """Add `--mesh`, a flag for each field of a `Recipe`, `--optimizer` and `--state-dtype`.
 
     The flags come from the fields themselves: a new field of the recipe needs no edit in this file.
     """
@@ -94,10 +94,11 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
     add_fields(group, Lora, prefix="lora_")
     group = command.add_argument_group("memory and speed options")
     add_fields(group, MemoryOptions)
+    group.add_argument("--optimizer", choices=["adamw", "muon"], help="the optimizer (default adamw)")
     group.add_argument(
         "--state-dtype",
         choices=["float32", "bfloat16", "uint8"],
-        help="dtype of AdamW's optimizer state (default float32)",
+        help="dtype of its optimizer state (default float32; muon has no uint8)",
     )
 
 

@@ -90,6 +90,7 @@ def _search(options: argparse.Namespace) -> int:
     arguments, origin, say = vars(options), plan.origin(options.command), Clock()
     request = plan.search_request(arguments)
     blueprint = plan.find(options.model, recipe_of(arguments), weights=False, say=say)
+    request.optimizer.check(blueprint.table, blueprint.trained())
     result = plan.Search(blueprint, request, say).run()
     if options.json:
         print_json(search_as_json(result, request, origin))
@@ -118,6 +119,7 @@ def _plan(options: argparse.Namespace) -> int:
     check_axes(vars(options), sizes)
     # weights=False: for a hub id, fetch only config.json and the index.
     blueprint = plan.find(options.model, recipe, weights=False, say=Clock())
+    optimizer.check(blueprint.table, blueprint.trained())
     num_batches = options.micro_batches or 1
     # Report all objections to the mesh at once, so that the user does not fix one only to meet the next.
     refused = plan.objections(blueprint, sizes, num_batches, optimizer)

@@ -56,7 +56,6 @@ from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
-    check_matrices,
     check_on_nonfinite,
     check_optimizer,
     check_temperature,
@@ -103,7 +102,7 @@ class Engine:
         check_inference_mode()
         check_engine(lr, loss, entropy, temperature, on_nonfinite)
         check_optimizer(optimizer)
-        check_matrices(optimizer, model.table, model.trained)
+        optimizer.check(model.table, model.trained)
         self.state_layout = state_layout(model, optimizer)
         refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)

@@ -22,7 +22,6 @@ from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
 from ..models import Balance
 from ..optim import Optimizer, within
-from ..sharding import Table
 from .loss import Loss
 
 READ = ("rank", "node")
@@ -108,23 +107,6 @@ def check_optimizer(optimizer: object) -> None:
         raise ConfigError(
             f"optimizer={optimizer!r:.80} is not a mw.Optimizer; give mw.AdamW(betas=(0.9, 0.95)), or a subclass of "
             "mw.Optimizer"
-        )
-
-
-def check_matrices(optimizer: Optimizer, table: Table, trained: Sequence[str]) -> None:
-    """Refuse an optimizer of whole matrices where no matrix is trained: adapters, or norms and embeddings alone."""
-    if not optimizer.needs_whole_matrix:
-        return
-    kind, adapters = type(optimizer).__name__, [name for name in trained if table[name].adapter]
-    if adapters:
-        raise ConfigError(
-            f"{kind} updates whole matrices, and {adapters[0]} is a factor of one (lora=); train adapters with mw.AdamW"
-        )
-    optimizer.check(table)
-    if trained and not any(optimizer.updates_whole(table[name]) for name in trained):
-        raise ConfigError(
-            f"{kind} updates whole matrices, and none of the {len(trained)} trained parameters is one, such as "
-            f"{trained[0]}; use mw.AdamW, or widen train="
         )
 
 

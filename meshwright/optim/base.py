@@ -124,9 +124,20 @@ class Optimizer(ABC):
         """The dtype in which matrices travel and are computed; None: that of the parameters."""
         return None
 
-    def check(self, table: Table) -> None:
-        """Refuse options that do not fit a model."""
-        return
+    def check(self, table: Table, trained: Sequence[str]) -> None:
+        """Refuse an optimizer of whole matrices where none is trained: adapters, or norms and embeddings alone."""
+        if not self.needs_whole_matrix:
+            return
+        kind, adapters = type(self).__name__, [name for name in trained if table[name].adapter]
+        if adapters:
+            raise ConfigError(
+                f"{kind} updates whole matrices, and {adapters[0]} is a factor of one (lora=); train it with AdamW"
+            )
+        if trained and not any(self.updates_whole(table[name]) for name in trained):
+            raise ConfigError(
+                f"{kind} updates whole matrices, and none of the {len(trained)} trained parameters is one, such as "
+                f"{trained[0]}; use AdamW, or widen train="
+            )
 
     def updates_whole(self, param: Param) -> bool:
         """Tell whether a parameter is updated as whole matrices: those of the files, as its declaration says."""
@@ -161,6 +172,10 @@ class Optimizer(ABC):
         exchanges = exchanged(MatrixPlan(whole, rules, axes, rank, by_head=self.by_head))
         counts = Counter((what, numel) for what, numels in exchanges.items() for numel in numels)
         return [Charge(what, "all_to_all", STAGE, numel * item, num) for (what, numel), num in counts.items()]
+
+    def operations(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int) -> int:
+        """Return the operations of the matmuls of an update on a rank; those of an elementwise update do not count."""
+        return 0
 
     def state_names_of(self, param: Param) -> tuple[str, ...]:
         """Return the names of the state that a parameter has: all of `state_names`, or the first of them."""

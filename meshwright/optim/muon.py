@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..errors import ConfigError
 from ..recipe import matching
-from ..sharding import Param, Table
+from ..sharding import MatrixPlan, Param, Rules, Table
 from .adamw import AdamW
 from .base import Slices, within
 from .int8_state import Code
@@ -59,8 +60,9 @@ class Muon(AdamW):
         if not isinstance(exclude, tuple) or not all(isinstance(each, str) for each in exclude):
             raise ConfigError(f"exclude={exclude!r} must be a tuple of patterns of names, such as ('layers.*.router',)")
 
-    def check(self, table: Table) -> None:
-        """Refuse a pattern of `exclude` that matches no parameter: it is a typo."""
+    def check(self, table: Table, trained: Sequence[str]) -> None:
+        """Also refuse a pattern of `exclude` that matches no parameter: it is a typo."""
+        super().check(table, trained)
         matching([each for each in self.exclude if each not in _TOWER], [param.name for param in table], "exclude")
 
     @property
@@ -74,6 +76,11 @@ class Muon(AdamW):
         """Return "exp_avg" for a matrix: momentum is an average with weight 1 - momentum, as AdamW's first moment is,
         so a checkpoint of AdamW begins Muon's. Keller Jordan's own sums gradients instead."""
         return self.state_names[:1] if self.updates_whole(param) else self.state_names
+
+    def operations(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int) -> int:
+        whole = [param for param in trained if self.updates_whole(param)]
+        plan = MatrixPlan(whole, rules, axes, rank, by_head=self.by_head)
+        return 2 * _STEPS * sum(plan.matrices[at].cost for at in plan.own)
 
     def settings(self) -> dict[str, Any]:
         """Return the options as a checkpoint records them. `momentum_is` tells which of two conventions holds."""

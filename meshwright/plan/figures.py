@@ -162,6 +162,13 @@ class Figures:
         return frozenset(self.blueprint.trained())
 
     @property
+    def update_operations(self) -> int:
+        """Return the operations of the optimizer's matmuls on the rank that sends most."""
+        spec, axes = self.blueprint.spec, self.axes
+        trained = [param for param in spec.params(axes, self.sender) if param.name in self.trained]
+        return self.optimizer.operations(trained, spec.rules, axes, self.sender)
+
+    @property
     def has_frozen(self) -> bool:
         """Tell whether parameters are frozen: the base of adapters, a table of n-grams, what has no gradient."""
         return len(self.trained) < len(self.blueprint.table.params)

@@ -102,7 +102,7 @@ def _fewer_tokens(figures: Figures) -> Iterator[tuple[str, Figures]]:
 
 def _narrower_state(figures: Figures) -> Iterator[tuple[str, Figures]]:
     """Yield options for optimizer state in a narrower dtype."""
-    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+    dtypes = (torch.float32, torch.bfloat16, *([torch.uint8] if figures.optimizer.codes else []))
     for dtype in dtypes[dtypes.index(figures.optimizer.state_dtype or torch.float32) + 1 :]:
         optimizer = replace(figures.optimizer, state_dtype=dtype)
         # 8-bit state is quantised in blocks, which a mesh may cut: such a mesh is refused with it.

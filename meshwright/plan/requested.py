@@ -11,7 +11,7 @@ import torch
 
 from ..axes import Axes
 from ..errors import ConfigError
-from ..optim import AdamW, Optimizer
+from ..optim import AdamW, Muon, Optimizer
 from ..recipe import RECOMPUTE
 from .devices import Cluster, cluster_of, device_bytes
 from .figures import TOKENS
@@ -35,8 +35,9 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def optimizer_of(options: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer whose state is planned: AdamW, with the dtype of `--state-dtype`."""
-    return AdamW(state_dtype=None if options["state_dtype"] is None else getattr(torch, options["state_dtype"]))
+    """Return the optimizer that is planned, with the dtype of `--state-dtype`. Muon replaces no adapters' AdamW."""
+    dtype = None if options["state_dtype"] is None else getattr(torch, options["state_dtype"])
+    return Muon(state_dtype=dtype) if options["optimizer"] == "muon" else AdamW(state_dtype=dtype)
 
 
 def cluster_in(options: Mapping[str, Any]) -> Cluster:

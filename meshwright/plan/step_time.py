@@ -16,7 +16,7 @@ from ..axes import ENDS, Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError
 from ..recipe import MemoryOptions
-from ..sharding import TOWER, Charge, Param, Table, Work
+from ..sharding import TO_HOLDERS, TO_OWNERS, TOWER, Charge, Param, Table, Work
 from .devices import Cluster
 from .figures import Figures, Traffic
 from .pipeline_timing import timetable
@@ -36,6 +36,7 @@ _WHAT = {
 }
 # What runs once a step: all-reduces of gradients outside FSDP, of the loss and the norm, and agreements.
 _LAST = "last reductions of gradients, and agreements"
+_MATRICES = "all-to-alls of whole matrices"
 ASSUMED = (
     "A document fills a micro-batch. The host takes 2 to 10 ms per layer and micro-batch (docs/scale.md). Left out are "
     "latency, AdamW, passes over activations, and the sorting of token_once on the host"
@@ -66,7 +67,7 @@ class Estimate:
     `products`: the matmuls of an average rank. `waits`: exposed collectives of the rank that sends most. `gathers`: its
     all-gathers and reduce-scatters of FSDP, which overlap with matmuls. `host`: the time to launch all kernels, which
     overlaps with the device. `bubble_share`: the share of a step in which a rank waits for other stages
-    (`Timetable.bubble`).
+    (`Timetable.bubble`). `update`: the matmuls of the optimizer.
     """
 
     products: float
@@ -74,6 +75,7 @@ class Estimate:
     gathers: float
     host: float
     bubble_share: float
+    update: float = 0.0
 
     @property
     def waited(self) -> float:
@@ -101,7 +103,7 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Return the time of the step: the sum of all parts that do not overlap."""
-        return self.products + self.waited + self.launching + self.not_hidden + self.bubble
+        return self.products + self.waited + self.launching + self.not_hidden + self.bubble + self.update
 
 
 def ranks_in_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
@@ -159,6 +161,7 @@ class StepCost:
     memory: MemoryOptions
     cluster: Cluster
     flops: Flops
+    update: int = 0  # operations of the optimizer's matmuls, on one rank
 
     @property
     def operations(self) -> float:
@@ -185,6 +188,7 @@ class StepCost:
             gathers=sum(_seconds(c, self.axes, self.cluster) for c in charges if c.what in units),
             host=self.host,
             bubble_share=bubble_share,
+            update=self.update / self.cluster.matmul_flops,
         )
 
 
@@ -192,7 +196,8 @@ def step_of(figures: Figures) -> StepCost:
     """Return the work of a planned step."""
     blueprint = figures.blueprint
     flops = flops_of(blueprint, blueprint.table.params.keys())
-    return StepCost(blueprint, figures.axes, figures.work, figures.memory, required_cluster(figures), flops)
+    cluster = required_cluster(figures)
+    return StepCost(blueprint, figures.axes, figures.work, figures.memory, cluster, flops, figures.update_operations)
 
 
 def estimate(figures: Figures) -> Estimate:
@@ -221,6 +226,7 @@ def _waits(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait
         first = live[0].partition("/")[0].partition("%")[0] if len(live) == 1 else ""
         link = time_on_links(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
         what = _LAST if charge.op == "all_reduce" else _WHAT.get(first, _LAST)
+        what = _MATRICES if charge.what in (TO_OWNERS, TO_HOLDERS) else what
         seconds_of[what, link] += _seconds(charge, axes, cluster)
     for (what, link), seconds in sorted(seconds_of.items(), key=lambda row: -row[1]):
         yield Wait(what, link, seconds)
@@ -255,6 +261,8 @@ def _parts(times: Estimate) -> Iterator[tuple[str, float]]:
         yield "waits: the host, which launches more slowly", times.launching
     if times.gathers:
         yield f"collectives of FSDP, {duration(times.gathers)}, beyond matmuls", times.not_hidden
+    if times.update:
+        yield "matmuls of the optimizer", times.update
     if times.bubble_share:
         yield "the pipeline bubble", times.bubble
     yield "a step", times.seconds

@@ -240,6 +240,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "num_parameters": figures.num_parameters,
         "head": figures.blueprint.head,
         "savings": asdict(figures.memory),  # the fields of `mw.MemoryOptions`
+        "optimizer": type(figures.optimizer).__name__,
         "state_dtype": None if state_dtype is None else name_of(state_dtype),
         "refused": [],  # of an impossible mesh only this list is printed, with its reasons
         "notes": notes(figures),

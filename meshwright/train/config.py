@@ -203,8 +203,11 @@ class TrainSection(section_from(MemoryOptions, section_from(Recipe, LengthSectio
 
 
 class OptimSection(Section):
-    """AdamW and the learning-rate schedule."""
+    """The optimizer and the learning-rate schedule."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """The optimizer. "muon" updates matrices by Muon and all else by AdamW; it is for pre-training, not for fine-tuning
+    of models that AdamW has trained."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -221,12 +224,20 @@ class OptimSection(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's decoupled weight decay. Norms and biases do not decay."""
+    """Decoupled weight decay. Norms and biases do not decay."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum."""
+    by_head: bool = False
+    """Muon updates queries, keys and values of each head as a matrix of its own."""
+    exclude: list[str] = ["tower.*"]
+    """Patterns of matrices that AdamW updates though kind is "muon", such as "layers.*.router"."""
+    matrix_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """The dtype of Muon's iteration, and of what ranks send for it."""
     max_norm: Annotated[float, Field(gt=0)] | OnlyFalse = 1.0
     """Clip the global gradient norm to this number above 0; false does not clip."""
     state_dtype: Literal["float32", "bfloat16", "uint8"] | None = None
-    """The stored dtype of the optimizer state (both moments); by default that of the weights. "bfloat16" takes 4 bytes
-    per parameter instead of 8, "uint8" about 2."""
+    """The stored dtype of the optimizer state; by default that of the weights. For AdamW's two moments "bfloat16" takes
+    4 bytes per parameter instead of 8, "uint8" about 2."""
 
 
 class HeldOutSection(SourceSection):

@@ -271,11 +271,17 @@ def _check_recipe(config: Config) -> Mistakes:
 
 
 def _check_optimizer_state(config: Config) -> Mistakes:
-    """Refuse bfloat16 state with large betas, in the words of the file; `optim/adamw.py` has the same limit.
+    """Refuse options of another optimizer, and bfloat16 state with large betas: `optim/adamw.py` has the same limit.
 
     bfloat16 has 8 significant bits. With a larger beta the change of a moment in one step is less than half of the last
     bit: the moment stands still while the true one moves.
     """
+    optim, plain = config.optim, OptimSection()
+    if optim.kind == "muon" and optim.state_dtype == "uint8":
+        yield ("optim", "state_dtype"), 'Muon has no state in 8 bits; take "bfloat16", or kind = "adamw"'
+    for name in ("momentum", "by_head", "exclude", "matrix_dtype") if optim.kind != "muon" else ():
+        if getattr(optim, name) != getattr(plain, name):
+            yield ("optim", name), f'it is an option of kind = "muon", and this is "{optim.kind}"; leave it out'
     if config.optim.state_dtype == "bfloat16" and max(config.optim.betas) > 0.98:
         yield (
             ("optim", "state_dtype"),

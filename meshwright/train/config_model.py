@@ -16,7 +16,7 @@ from ..errors import MeshError
 from ..log import logger
 from ..memory.budget import fits, too_large
 from ..mesh import Mesh
-from ..optim import AdamW, Optimizer, check_blocks
+from ..optim import AdamW, Muon, Optimizer, check_blocks
 from ..plan import Figures, find, objections, reasons, work_of
 from ..plan.figures import COMPUTE
 from ..recipe import patterns_of
@@ -27,7 +27,13 @@ def optimizer_of(section: OptimSection) -> Optimizer:
     """Return the optimizer of a run file."""
     first, second = section.betas
     dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
-    return AdamW(betas=(first, second), eps=section.eps, weight_decay=section.weight_decay, state_dtype=dtype)
+    decay = section.weight_decay
+    if section.kind == "adamw":
+        return AdamW(betas=(first, second), eps=section.eps, weight_decay=decay, state_dtype=dtype)
+    return Muon(
+        betas=(first, second), eps=section.eps, weight_decay=decay, state_dtype=dtype, momentum=section.momentum,
+        by_head=section.by_head, exclude=tuple(section.exclude), matrix_dtype=getattr(torch, section.matrix_dtype),
+    )  # fmt: skip
 
 
 def warn_of_memory(config: Config, mesh: Mesh) -> None:
@@ -74,8 +80,9 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
 
 
 def check_state(blueprint: Blueprint, config: Config) -> None:
-    """Refuse 8-bit optimizer state where a mesh cuts through its blocks."""
+    """Refuse 8-bit optimizer state where a mesh cuts through its blocks, and Muon where no matrix is trained."""
     optimizer = optimizer_of(config.optim)
+    optimizer.check(blueprint.table, blueprint.trained())
     if optimizer.state_dtype == torch.uint8:
         quantised = optimizer.quantised(blueprint.table, blueprint.trained())
         check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')

@@ -140,7 +140,7 @@ REFUSED = {
     **dict.fromkeys(("fp16", "half", "float16"), _FP16),
     **dict.fromkeys(
         ("optimizer", "optim", "optimizers"),
-        "AdamW is the only optimizer; [optim] has its fields: lr, schedule, betas, eps, weight_decay",
+        '[optim] has the optimizer: kind = "adamw" or "muon", lr, schedule, betas, eps, weight_decay, momentum',
     ),
     **dict.fromkeys(
         ("completion_only_loss", "assistant_only_loss", "train_on_inputs", "train_on_prompt", "mask_prompt",

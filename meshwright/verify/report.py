@@ -249,7 +249,8 @@ def _untried_options(plan: Plan) -> Iterator[str]:
     of_experts = () if plan.blueprint.balance.num_experts else ("token_once",)
     left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
     yield f"{', '.join(name for name in left if name not in of_experts)} of mw.MemoryOptions (try --recompute full ...)"
-    yield f"{'other options' if plan.options.state_dtype else 'state_dtype and other options'} of mw.load and mw.Engine"
+    state = "" if plan.options.optimizer.state_dtype else "state_dtype and "
+    yield f"{state}other options of mw.load and mw.Engine"
 
 
 def _untried_axes(plan: Plan) -> Iterator[str]:
@@ -286,8 +287,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield "M1 and R1, which compare one process with transformers (--against none)"
     elif options.recipe.head != "lm":
         yield "the head against transformers: M1 takes a language model"
-    if plan.kind != FULL and options.state_dtype:
-        yield "O1, because a plain AdamW does not round its state (--state-dtype)"
+    if plan.kind != FULL and options.optimizer.state_dtype:
+        yield "O1, because a plain optimizer does not round its state (--state-dtype)"
     if plan.kind != FULL and not in_blocks(plan.runs):
         yield f"exports in FP8 (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
     if plan.runs.recipe.lora is not None:

@@ -32,7 +32,7 @@ from ..mesh import Mesh
 from ..mesh.shared_devices import environment_of
 from ..models import text_config
 from ..ops.fp8_matmul import BLOCK
-from ..optim import AdamW
+from ..optim import AdamW, Muon, Optimizer
 from ..optim.int8_state import BLOCK as STATE_BLOCK
 from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..recipe import MemoryOptions, Recipe
@@ -71,7 +71,7 @@ class Options:
 
     `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
     `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to
-    see an oracle catch it. `state_dtype`: of the optimizer state. `ranks_per_device`: how many ranks may share a GPU.
+    see an oracle catch it. `ranks_per_device`: how many ranks may share a GPU.
     """
 
     recipe: Recipe = Recipe()
@@ -82,7 +82,7 @@ class Options:
     against: str = TRANSFORMERS
     seed: int = 0
     plant: str = ""
-    state_dtype: torch.dtype | None = None
+    optimizer: Optimizer = AdamW()
     ranks_per_device: int = 1
 
     def __post_init__(self) -> None:
@@ -151,7 +151,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS, adapters=options.recipe.lora is not None)
     runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far
-    optimizer = AdamW(state_dtype=options.state_dtype)
+    optimizer = options.optimizer
+    optimizer.check(blueprint.table, blueprint.trained())
     # The real sizes first: a small model might fit a mesh that the real one does not.
     check_layout(blueprint, axes, 2 * axes.pp, optimizer)
     training = options.kind != WEIGHTS
@@ -159,9 +160,9 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
         check_layout(runs, axes, None, optimizer)
-    if options.state_dtype == torch.uint8 and options.recipe.lora is not None:
+    if options.optimizer.state_dtype == torch.uint8 and options.recipe.lora is not None:
         raise ConfigError("adapters keep their optimizer state wide, so --state-dtype uint8 would change nothing here")
-    if options.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
+    if options.optimizer.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # only after all checks: it may download many gigabytes
@@ -177,7 +178,7 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     """
     stages = of_all.recipe.pipeline.stages
     num_stages = axes.pp * stages if axes.pp > 1 else 1
-    block = BLOCK if options.recipe.fp8 else STATE_BLOCK if options.state_dtype == torch.uint8 else 0
+    block = BLOCK if options.recipe.fp8 else STATE_BLOCK if options.optimizer.state_dtype == torch.uint8 else 0
     small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
     if options.device == "cpu" and not block:
         with contextlib.suppress(ConfigError):
@@ -314,10 +315,17 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, recipe, steps=_STEPS[dtype], router_aux="previous" if pp > 1 else "pooled",
-        keeps_all=small, draws=small, optimizer=AdamW(state_dtype=plan.options.state_dtype),
+        keeps_all=small, draws=small, optimizer=optimizer_of(plan),
         small_parts=_small_parts(plan, dtype) if small else 0,
         checkpoint=source.parent / f"{dtype} checkpoint" if small else None,
     )  # fmt: skip
+
+
+def optimizer_of(plan: Plan) -> Optimizer:
+    """Return the optimizer of a trial. Muon iterates in the dtype of the trial: in bfloat16 one element that rounds the
+    other way changes a whole update."""
+    optimizer = plan.options.optimizer
+    return replace(optimizer, matrix_dtype=None) if isinstance(optimizer, Muon) else optimizer
 
 
 def _small_parts(plan: Plan, dtype: str) -> int:
@@ -371,7 +379,8 @@ def options_of(trial: Trial) -> str:
     """Return the options that differ from the defaults, as `mw.MemoryOptions` and `mw.Engine` take them."""
     options, plain = asdict(trial.recipe.memory), asdict(MemoryOptions())
     texts = [f"{name}={value!r}" for name, value in options.items() if value != plain[name]]
-    state = trial.optimizer.state_dtype
+    state, kind = trial.optimizer.state_dtype, type(trial.optimizer)
+    texts += [f"optimizer=mw.{kind.__name__}"] if kind is not AdamW else []
     return ", ".join([*texts, *([f"state_dtype={state}"] if state else [])])
 
 
