@@ -27,7 +27,7 @@ from tests import tiny, trials
 
 PACKAGE = Path(meshwright.__file__).parent
 # Packages whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, exports. The others have tests below.
-TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
+TRIED = ("ops", "optim", "sharding", "mesh", "parallel", "weights", "verify")
 # Whole numbers of modules that cut nothing in parts, by what they are.
 OTHERS = {
     "a format, or a definition of numbers": {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,7 @@ class Quantisable(nn.Module):
 class Linear(Quantisable):
     """`x @ weight.T + bias`.
 
-    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it. `matrices`: the dims by
-    which the weight is several matrices (`sharding.Param`); by default it is one.
+    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it.
     """
 
     low = True  # whether the weight may be quantised, in files and for matmuls
@@ -47,16 +47,20 @@ class Linear(Quantisable):
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
         key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
-        matrices: Mapping[str, tuple[int, ...]] | None = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__()
         at = None if layouts else key + ".weight"
         init = Init("normal", std)
         self.weight = weight(
-            rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=self.steep, matrices=matrices
+            rows, cols, key=at, layouts=layouts, init=init, low=self.low, steep=self.steep, matrices={}
         )
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
         self.lora: Adapter | None = None
+
+    def of_matrices(self, **sizes: tuple[int, ...]) -> Self:
+        """Declare the weight as several matrices: the dims that divide them, with the sizes of their parts."""
+        self.weight.param = replace(self.weight.param, matrices=sizes)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.linear(x, self.matrix, self.bias, fp8=self.fp8("weight"))

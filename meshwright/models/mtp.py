@@ -57,8 +57,8 @@ class MtpHead(nn.Module):
         """Declare the norm of the hidden state, and the projection of both inputs."""
         self.hidden_norm = Norm(shape, f"{PREFIX}pre_fc_norm_hidden.weight")
         cols = {"input": 2, "embed": shape.width}  # the embedding first
-        rows, halves = {"out": shape.width}, {"input": (1, 1)}
-        self.fc = WideLinear(rows, cols, shape.std, key=f"{PREFIX}fc", matrices=halves)
+        fc = WideLinear({"out": shape.width}, cols, shape.std, key=f"{PREFIX}fc")
+        self.fc = fc.of_matrices(input=(1, 1))
 
     def join(self, hidden_TC: Tensor, next_TD: Tensor) -> Tensor:
         """Return what the layer sees."""

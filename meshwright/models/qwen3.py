@@ -94,9 +94,8 @@ class Attention(nn.Module):
         D, H, G, K = shape.width, heads.heads, heads.kv, heads.head
         self.head = K
         queries = K * (1 + heads.gated)  # files hold [q | gate] per head, not all queries and then all gates
-        q_and_gate = {"head": (K,) * (1 + heads.gated)}
-        self.q = Linear({"heads": H, "head": queries}, {"embed": D}, shape.std, key=at + "q_proj", bias=heads.bias,
-                        matrices=q_and_gate)  # fmt: skip
+        q = Linear({"heads": H, "head": queries}, {"embed": D}, shape.std, key=at + "q_proj", bias=heads.bias)
+        self.q = q.of_matrices(head=(K,) * (1 + heads.gated))
         self.k = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "k_proj", bias=heads.bias)
         self.v = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "v_proj", bias=heads.bias)
         self.o = Linear({"embed": D}, {"heads": H, "head": K}, shape.std, key=at + "o_proj")
@@ -173,8 +172,8 @@ class SwiGLU(nn.Module):
     def __init__(self, shape: Shape, ffn: int, at: str, dim: str) -> None:
         super().__init__()
         D = shape.width
-        rows = {"half": 2, dim: ffn}
-        self.gate_up = Linear(rows, {"embed": D}, shape.std, layouts=[halves(at, ffn, D)], matrices={"half": (1, 1)})
+        gate_up = Linear({"half": 2, dim: ffn}, {"embed": D}, shape.std, layouts=[halves(at, ffn, D)])
+        self.gate_up = gate_up.of_matrices(half=(1, 1))
         self.down = Linear({"embed": D}, {dim: ffn}, shape.std, key=at + "down_proj")
 
     def forward(self, x_TD: Tensor) -> Tensor:

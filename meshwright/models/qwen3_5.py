@@ -171,8 +171,8 @@ class DeltaNet(nn.Module):
         D, G, R, V = shape.width, self.delta.keys, self.delta.ratio, self.delta.value
         chan = sum(self.cuts)
         spelled = segments(at + "in_proj_qkv.weight", (G, chan, D), self.cuts, (G * chan, D))
-        rows = {"key": G, "chan": chan}
-        self.qkv = Linear(rows, {"embed": D}, shape.std, layouts=[spelled], matrices={"chan": self.cuts})
+        qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
+        self.qkv = qkv.of_matrices(chan=self.cuts)
         self.conv = Conv(shape, self.delta, self.cuts, at + "conv1d.weight")
         self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
         # a and b control decay and write strength of whole heads, so they are never quantised.

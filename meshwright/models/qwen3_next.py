@@ -46,11 +46,11 @@ class FusedDeltaNet(DeltaNet):
         """Declare two matrices in the rows of the files, and the convolution."""
         D, G, R = shape.width, self.delta.keys, self.delta.ratio
         chan = sum(self.cuts) + R * self.delta.value
-        self.qkvz = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, key=at + "in_proj_qkvz",
-                           matrices={"chan": (*self.cuts, R * self.delta.value)})  # fmt: skip
+        qkvz = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, key=at + "in_proj_qkvz")
+        self.qkvz = qkvz.of_matrices(chan=(*self.cuts, R * self.delta.value))
         self.conv = Conv(shape, self.delta, self.cuts, at + "conv1d.weight")
-        self.ba = WideLinear({"key": G, "ratio": 2 * R}, {"embed": D}, shape.std, key=at + "in_proj_ba",
-                             matrices={"ratio": (R, R)})  # fmt: skip
+        ba = WideLinear({"key": G, "ratio": 2 * R}, {"embed": D}, shape.std, key=at + "in_proj_ba")
+        self.ba = ba.of_matrices(ratio=(R, R))
 
     def project(self, x_TD: Tensor) -> Sequence[Tensor]:
         """Return q, k and v together, z, a and b, each `[token, key head, ...]`."""

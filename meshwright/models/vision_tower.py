@@ -185,8 +185,8 @@ class TowerBlock(nn.Module):
         # tp does not cut the tower, because ranks divide its frames instead. So no sharding rule knows these names of
         # dims.
         qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
-        each = {"part": (1, 1, 1)}
-        self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True, matrices=each)
+        joined = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
+        self.qkv = joined.of_matrices(part=(1, 1, 1))
         self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
         self.mlp_norm = LayerNorm({"eye": E}, at + "norm2")
         self.fc1 = WideLinear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
