@@ -145,6 +145,24 @@ def _mixing(scores: Any, fields: Any, docs: Any) -> Tensor:
     return docs.mean(scores["logprobs"]) * (reward_D - reward_D.mean())
 
 
+def _centred(scores: Any, fields: Any) -> Tensor:
+    """Constant advantages of a micro-batch show no mean, and the next micro-batch has one."""
+    return -scores["logprobs"] * (fields["advantage"] - fields["advantage"].mean())
+
+
+def _scaled(scores: Any, fields: Any, docs: Any) -> Tensor:
+    advantage_D = docs.mean(fields["advantage"])
+    return -docs.mean(scores["logprobs"]) * advantage_D / advantage_D.abs().max()
+
+
+def _refused_with_constants(loss: Any) -> Any:
+    documents, numbers = [[1, 2, 3, 4, 5, 6, 7, 8], [6, 7, 8], [9, 10, 11, 12]], [2.0, 1.0, 1.0]
+    fields = {"advantage": [[number] * len(doc) for number, doc in zip(numbers, documents, strict=True)]}
+    return lambda e: mw.Engine(e.model, lr=1.0, loss=loss).step(
+        mw.batches(documents, e.model.mesh, fields=fields, max_tokens=8)
+    )
+
+
 def _of_prompt(scores: Any, fields: Any) -> Tensor:
     """Each token reads the next one."""
     return -scores["logprobs"] - 0.1 * scores["logprobs"].roll(-1)
@@ -180,6 +198,13 @@ REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
         words("DataError", "loss of a document", "other documents", r"groups=", 'per="group"')),
     "a group that reads others": (dict(tp=2), _refused(mw.Loss(_mixing, per="group")),
         words("DataError", "group")),
+    "a token that reads constant fields of others": (dict(), _refused_with_constants(_centred),
+        words("DataError", "loss of a token", "other tokens")),
+    "the same under tp": (dict(tp=2), _refused_with_constants(_centred), words("DataError", "other tokens")),
+    "a document that reads constant fields of others": (dict(tp=2), _refused_with_constants(
+        mw.Loss(_scaled, per="document")), words("DataError", "other documents")),
+    "a function without docs": (dict(), lambda e: mw.Loss(_of_prompt, per="document"),
+        words("^ConfigError", r"function\(scores, fields, docs\)", "_of_prompt")),
     "a token that reads the next": (dict(fsdp=2), _refused(_of_prompt),
         words("DataError", "loss of a token", "other tokens", 'per="document"')),
     "a mean of micro-batches": (dict(), lambda e: mw.Loss(rl_losses.dapo, per="micro_batch"),

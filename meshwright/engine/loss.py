@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 
 from ..errors import ConfigError
 from .losses import LossFunction
 
 PER = ("token", "document", "group", "micro_batch", "step")
+
+
+def _takes(function: Callable[..., object], num: int) -> bool:
+    """Tell whether a function can be called with this many arguments; True for those without a signature."""
+    try:
+        inspect.signature(function).bind(*range(num))
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,12 @@ class Loss:
             raise ConfigError(f"words={self.words!r} must be the name of a field of token ids [tokens, K]")
         if self.word_temperature is not None and not self.words:
             raise ConfigError(f"word_temperature={self.word_temperature!r} has no effect without words=")
+        arguments = ("scores", "fields") if self.per == "token" else ("scores", "fields", "docs")
+        if not _takes(self.function, len(arguments)):
+            raise ConfigError(
+                f"a loss per {self.per} is called as function({', '.join(arguments)}), and {self.name} does not take "
+                f"{len(arguments)} arguments; give it these, or another per="
+            )
 
     @property
     def name(self) -> str:

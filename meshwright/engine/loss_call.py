@@ -52,12 +52,25 @@ def call_loss(
 
 
 @torch.no_grad()
-def perturbed(model: Model, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return other scores for a test of what a term depends on: in the first step of RL every probability ratio is 1,
-    and any mean of ones would pass."""
+def perturbed(
+    model: Model, loss: Loss, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor],
+    docs: LossDocuments | None = None,
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:  # fmt: skip
+    """Return other scores and fields for a test of what a term depends on. In the first step of RL every probability
+    ratio is 1, and all tokens of a micro-batch may have one advantage: any mean of equal numbers would pass."""
     host, num = model.mesh.host, len(next(iter(scores.values())))
     draw = torch.rand(num, generator=torch.Generator(host).manual_seed(0), device=host)
-    return {name: (x.t() - 0.1 * draw.to(x)).t() for name, x in scores.items()}
+    others = {name: (x.t() - 0.1 * draw.to(x)).t() for name, x in scores.items()}
+    factors = torch.rand(num, generator=torch.Generator(host).manual_seed(1), device=host)
+    changed = {
+        name: (x.t() * (1 + factors.to(x)) + 0.1 * draw.to(x)).t() if x.is_floating_point() else x
+        for name, x in fields.items()
+    }
+    try:
+        call_loss(model, loss, others, changed, docs)
+    except Exception:  # noqa: BLE001 - a field may be a number of something, such as a class
+        return others, fields
+    return others, changed
 
 
 class NamedTensors(dict[str, Tensor]):

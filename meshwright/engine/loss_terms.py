@@ -149,10 +149,10 @@ class Terms:
         It runs once per loss. A mean over the sequence or a ratio of a whole answer inside the loss would be wrong
         under tp and cp without an error, and elsewhere would depend on how documents are packed.
         """
-        other = perturbed(self.model, scores)
+        other, changed = perturbed(self.model, loss, scores, fields)
 
         def terms_of_rows(rows: slice) -> Tensor:
-            part = {name: x[rows] for name, x in fields.items()}
+            part = {name: x[rows] for name, x in changed.items()}
             return call_loss(self.model, loss, {name: x[rows].clone() for name, x in other.items()}, part).terms
 
         check_by_token(terms_of_rows, has_term_T)
@@ -214,13 +214,13 @@ class Terms:
     ) -> bool:
         """Check that the term of a document, or of a group, does not depend on the others in its micro-batch. Return
         whether that could be checked."""
-        num, other = docs.num_terms(loss.per), perturbed(self.model, scores)
-        if loss.per == "micro_batch" or num < 2:
+        if loss.per == "micro_batch" or docs.num_terms(loss.per) < 2:
             return loss.per == "micro_batch"
+        other, changed = perturbed(self.model, loss, scores, fields, docs)
 
         def terms_of(numbers: Sequence[int]) -> Tensor:
             rows, part = docs.part(loss.per, numbers)
-            inputs, of_rows = ({name: x[rows] for name, x in each.items()} for each in (other, fields))
+            inputs, of_rows = ({name: x[rows] for name, x in each.items()} for each in (other, changed))
             return call_loss(self.model, loss, inputs, of_rows, part).terms
 
         check_apart(terms_of, docs.has_target(loss.per), loss.per)

@@ -132,7 +132,7 @@ def check_batches(batches: object, vocab: int, share: int) -> None:
     """Refuse batches of the wrong type, of unequal lengths, or with values out of range. `share`, cp x tp, must divide
     their length, because these ranks split a batch evenly."""
     if isinstance(batches, Batch) or not isinstance(batches, Sequence):
-        raise DataError("a step takes a list of batches: engine.step([batch])")
+        raise DataError("step, backward and evaluate take a list of batches: engine.step([batch])")
     if not batches:
         raise DataError("a step needs at least one batch")
     for batch in batches:
@@ -302,6 +302,8 @@ def check_terms(terms: object, shape: tuple[int, ...], per: str) -> None:
     if not isinstance(terms, Tensor) or terms.shape != shape:
         result = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
         hint = ' (for a loss of whole documents: mw.Loss(..., per="document"))' if per == "token" else ""
+        if per == "micro_batch":
+            raise DataError(f"the loss returned {result}; a loss per micro_batch must return one number")
         raise DataError(f"the loss returned {result} for {shape} {per}s; it must return one term per {per}{hint}")
     if not terms.is_floating_point():
         raise DataError(f"the loss returned {terms.dtype}; its terms must be floating point numbers")
