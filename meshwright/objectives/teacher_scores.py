@@ -189,6 +189,7 @@ class TeacherScores:
     def add_to(self, batch: Batch, vocab: int) -> Batch:
         """Return a batch with the fields that `Distill.loss` reads. `vocab`: of the student; other words become -1."""
         _refuse_pictures(batch)
+        self.objective.check_rest(vocab)
         if not batch.num_documents:
             none = torch.full((len(batch), self.objective.top_k), -1, device=batch.tokens.device)
             return batch.with_fields(**{IDS: none, LOGPROBS: torch.zeros_like(none, dtype=torch.float32)})
