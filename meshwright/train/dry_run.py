@@ -17,8 +17,11 @@ from rich.text import Text
 
 from ..data import Documents, Processor, Tokens, View, tokenizer_of
 from ..errors import DataError, counted
+from ..objectives import Distill
+from ..weights import path_of
 from .config import Config
 from .data_sources import TrainingData
+from .teacher_files import check_stored, lacking
 
 _HEAD = ("source", "rows", "documents", "tokens", "trained", "longest")
 _WELL_FILLED = 0.9  # with a smaller part of the streams used by documents, another length is worth a try
@@ -44,9 +47,25 @@ def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingD
         f"{counted(data.num_steps, 'step')} of {train.streams_per_step * plan.length:,} tokens: "
         f"{counted(per_rank, 'micro-batch', 'micro-batches')} on each of {counted(ranks, 'data rank')}",
     ]
+    lines += _teacher_lines(config, data, held_out)
     if used < _WELL_FILLED:
         lines.append("Packing leaves much padding: try another length, or more documents")
     return "\n".join(lines)
+
+
+def _teacher_lines(config: Config, data: TrainingData, held_out: Mapping[str, TrainingData]) -> Iterator[str]:
+    """Yield what a run does that keeps the scores of its teacher. Stored ones that do not fit are refused."""
+    section, objective = config.distill, config.objective_options
+    if section is None or not isinstance(objective, Distill) or not (section.teacher and section.scores):
+        return
+    folder = path_of(section.scores)
+    check_stored(folder, objective)
+    sets = {"the data": data, **{f"held out: {name}": each for name, each in held_out.items()}}
+    lack = [name for name, each in sets.items() if lacking(folder, [each])]
+    if lack:
+        yield f"Scores of the teacher lack for {', '.join(lack)}: computed before training, and kept in {folder}"
+    else:
+        yield f"Scores of the teacher: all are in {folder}; the teacher is not loaded"
 
 
 def _row(cells: Sequence[object], last: str) -> str:
