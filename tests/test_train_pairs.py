@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import meshwright as mw
+from meshwright.cli.main import main
 from meshwright.objectives import teacher_scores
 from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.train import config_file, dry_run, launch, loop, reference_scores, teacher_files
@@ -345,3 +346,13 @@ def _refused_when_stale(path: Path, teacher: Path) -> None:
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(mw.MeshwrightError, match=words("teacher=", "is wanted", "another directory")):
         worlds.run(1, with_scores, path)
+
+
+@pytest.mark.parametrize(("objective", "names"), [("classify", {"bad", "good", "odd"}), ("rerank", {"n", "y"})])
+def test_labels_are_shown_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], objective: str, names: set[str]
+) -> None:
+    """`meshwright data --show` has no numbers of classes, and no ids of answers."""
+    path = file_of(tmp_path / "run", objective, runs.source(tmp_path / "m", "qwen3"))
+    assert main(["data", str(path), "--show", "30"]) == 0
+    assert {*re.findall(r" -> \[(.*?)\]", capsys.readouterr().out)} == names

@@ -91,12 +91,17 @@ def _source_lines(name: str, data: TrainingData, number: int, last: str) -> Iter
         yield f"  unused fields: {', '.join(documents.unused)}"
 
 
-def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
-    """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text."""
+def shown(
+    data: TrainingData, directory: Path, num: int, names: Mapping[int, str] | None = None
+) -> Iterator[Text]:  # fmt: skip
+    """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text.
+
+    `names`: of the labels at last tokens.
+    """
     spell = _speller(directory)
     for documents in data.documents:
         for number in np.linspace(0, len(documents) - 1, min(num, len(documents))).astype(int).tolist():
-            yield _document(documents, number, spell)
+            yield _document(documents, number, spell, names or {})
             yield from (Text(f"  {_view(view, data.processor)}") for view in documents.tokens(number).views)
 
 
@@ -124,7 +129,9 @@ def _short(text: str) -> str:
     return _REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
 
 
-def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:
+def _document(
+    documents: Documents, number: int, spell: Callable[[Tokens, int, int], str], names: Mapping[int, str]
+) -> Text:
     """Format a document with its trained spans in green and brackets, below the place of its row in the file.
 
     Documents that belong together, such as both answers of a pair, follow each other, each with a line of its own.
@@ -132,7 +139,7 @@ def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, i
     document = documents.tokens(number)
     what = f"{document.num_targets} trained" if not document.classes else "a label at the end of each document"
     text = Text(f"{documents.place(number)}: {counted(len(document), 'token')}, {what}\n", style="bold")
-    ends, labels = [*accumulate(document.sizes)], [f" -> [{label}]" for label in document.classes]
+    ends, labels = [*accumulate(document.sizes)], [f" -> [{names.get(label, label)}]" for label in document.classes]
     for part, (end, size) in enumerate(zip(ends, document.sizes, strict=True), 1):
         if len(ends) > 1:
             text.append(f"document {part} of {len(ends)}:\n", style="bold")
