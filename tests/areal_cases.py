@@ -36,7 +36,7 @@ def backend() -> Any:
 
 def rows_of(numbers: range) -> dict[str, Tensor]:
     """Some rows of a global batch, as AReaL's trainers hand them over: masks are already at the terms."""
-    draw, found = torch.Generator().manual_seed(5), dict[str, list[Tensor]]()
+    draw, columns = torch.Generator().manual_seed(5), dict[str, list[Tensor]]()
     at = torch.arange(WIDTH)
     for number, size in enumerate(SIZES):
         noise = torch.randn(3, WIDTH, generator=draw, dtype=torch.float64)
@@ -46,8 +46,8 @@ def rows_of(numbers: range) -> dict[str, Tensor]:
             "loss_mask": learnt, "old": -4.9 + 0.2 * noise[0], "advantages": noise[1], "returns": noise[2],
         }  # fmt: skip
         for name, x in of_row.items():
-            found.setdefault(name, []).append(x)
-    return {name: torch.stack([x[n] for n in numbers]) for name, x in found.items()}
+            columns.setdefault(name, []).append(x)
+    return {name: torch.stack([x[n] for n in numbers]) for name, x in columns.items()}
 
 
 def over_tokens(x: Tensor, mb: dict[str, Any]) -> Tensor:
@@ -115,7 +115,7 @@ def case(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
     """For each loss the loss, gradients and a step, and for each head scores. Losses of the same head share an engine,
     whose weights stay: the learning rate begins at 0.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for losses in (("ppo", "answers"), ("critic",)):
         engine = engine_of(config_of(source, losses[0]), mesh)
         if "fsdp" not in mesh:  # one micro-batch
@@ -126,31 +126,31 @@ def case(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
             judged = float(engine.eval().eval_batch(share(engine), *calls)) if loss == "critic" else None
             step = engine.train().train_batch(share(engine), *calls)
             kept = {"grads": grads.pop(), "step": step, "judged": judged, "scores": scores}
-            found[loss] = {**kept, "head": engine.is_data_parallel_head()}
-    return found
+            results[loss] = {**kept, "head": engine.is_data_parallel_head()}
+    return results
 
 
 def grads_of(engine: Any) -> list[dict[str, Tensor]]:
     """Collect the gradients of each step."""
-    found, update = list[dict[str, Tensor]](), engine.optimizer_step
+    gradients, update = list[dict[str, Tensor]](), engine.optimizer_step
 
     def optimizer_step() -> dict[str, float]:
-        found.append({name: x.clone() for name, x in mw.gather(engine.model, "grad").items()})
+        gradients.append({name: x.clone() for name, x in mw.gather(engine.model, "grad").items()})
         return update()
 
     engine.optimizer_step = optimizer_step
-    return found
+    return gradients
 
 
 def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], Tensor]:
     """The loss of all rows as one micro-batch on one process, its gradients, and the scores."""
     mb = fake_areal.pack_tensor_dict(rows_of(range(len(SIZES))))
-    found, head = dict[str, Any](), "value" if loss == "critic" else "lm"
+    results, head = dict[str, Any](), "value" if loss == "critic" else "lm"
 
     def whole(scores: Any, fields: Any, docs: Any) -> Tensor:
         named = [scores["values"]] if loss == "critic" else [scores["logprobs"], scores["entropy"]]
         value = LOSSES[loss](*named, mb)
-        found.update(loss=value.item(), scores=named[0].detach())
+        results.update(loss=value.item(), scores=named[0].detach())
         return value
 
     model = mw.load(source, mw.Mesh(device="cpu", ranks=[dist.get_rank()]), dtype=torch.float64, head=head)
@@ -158,7 +158,7 @@ def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], Tensor]:
     engine.loss = mw.Loss(whole, per="micro_batch", normalise=False)
     documents = [x.tolist() for x in mb["input_ids"].split(SIZES)]
     engine.backward([mw.pack(documents, labels=documents if head == "value" else None)])
-    return found["loss"], mw.gather(model, "grad"), found["scores"]
+    return results["loss"], mw.gather(model, "grad"), results["scores"]
 
 
 def refusal(act: Callable[[], Any]) -> str:
@@ -172,52 +172,52 @@ def refusal(act: Callable[[], Any]) -> str:
 def contract(source: Path, at: Path) -> dict[str, Any]:
     """Ranks, skipped updates, offload, files, weights for servers, refusals."""
     engine = engine_of(config_of(source, mb_spec=fake_areal.MicroBatchSpec()), dict(fsdp=2))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     calls = plain, count
     step = lambda: engine.train_batch(share(engine), *calls)  # noqa: E731 - short
     judged = lambda: float(engine.eval_batch(share(engine), *calls))  # noqa: E731 - short
     groups = engine.data_parallel_group, engine.context_and_model_parallel_group, engine.cpu_group
-    found["groups"] = [dist.get_process_group_ranks(group) for group in groups]
-    found["head"] = engine.current_data_parallel_head(), engine.data_parallel_rank, engine.data_parallel_world_size
+    results["groups"] = [dist.get_process_group_ranks(group) for group in groups]
+    results["head"] = engine.current_data_parallel_head(), engine.data_parallel_rank, engine.data_parallel_world_size
     first, scores = judged(), engine.forward(share(engine))
     trajectories = [{name: x[n : n + 2] for name, x in share(engine).items()} for n in (0, 2)]
-    found["listed"] = all(map(torch.equal, engine.forward(trajectories), scores.split(2)))
+    results["listed"] = all(map(torch.equal, engine.forward(trajectories), scores.split(2)))
     skipped = engine.train_batch(share(engine), lambda *args: plain(*args) * math.nan, calls[1])
-    found["skipped"] = skipped["update_successful"], skipped["grad_norm"], judged() == first
+    results["skipped"] = skipped["update_successful"], skipped["grad_norm"], judged() == first
     engine.lr_scheduler_step()
     step()
 
     engine.offload()
-    found["asleep"] = refusal(lambda: mw.gather(engine.model)), judged(), engine.is_offload
+    results["asleep"] = refusal(lambda: mw.gather(engine.model)), judged(), engine.is_offload
     files, kept = (SaveLoadMeta(str(at / name), "hf", with_optim=name == "kept") for name in ("files", "kept"))
     engine.offload()
     engine.save(files)
     engine.save(kept)
-    found["still offloaded"] = engine.is_offload
+    results["still offloaded"] = engine.is_offload
     engine.onload()
     saved, norms = judged(), [step()["grad_norm"]]
     engine.lr_scheduler_step()
     engine.load(kept)
     norms.append(step()["grad_norm"])
-    found["resumed"] = saved, norms, engine.engine.lr, engine.engine.steps
+    results["resumed"] = saved, norms, engine.engine.lr, engine.engine.steps
     engine.load(files)
-    found["loaded"] = judged(), engine.engine.steps, len(engine.engine.optimizer.state) > 0
+    results["loaded"] = judged(), engine.engine.steps, len(engine.engine.optimizer.state) > 0
     engine.save(SaveLoadMeta(str(at / "kept"), "dcp", with_optim=True))
     dist.barrier()
-    found["files"] = sorted(path.name for path in (at / "kept").iterdir())
+    results["files"] = sorted(path.name for path in (at / "kept").iterdir())
 
-    found["disk"] = to_servers(engine, WeightUpdateMeta("disk", str(at / "update")))
+    results["disk"] = to_servers(engine, WeightUpdateMeta("disk", str(at / "update")))
     parallel = type("Parallel", (), dict(pipeline_parallel_size=1, world_size=3))
     network = WeightUpdateMeta("xccl", gen_allocation=type("Allocation", (), dict(parallel=parallel)))
     network.weight_chunked_mem_mb = 0  # a bucket for each tensor
-    found["network"] = to_servers(engine, network)
-    found["weights"] = mw.gather(engine.model)
+    results["network"] = to_servers(engine, network)
+    results["weights"] = mw.gather(engine.model)
     sent = engine._rollout.group.sent if engine._rollout.group else []
-    found["sent"] = [x.clone() for x in sent]
-    found["refused"] = refused(engine, parallel)
-    found["configs"] = configs(source)
-    found["reference"] = reference(source, files)
-    return found
+    results["sent"] = [x.clone() for x in sent]
+    results["refused"] = refused(engine, parallel)
+    results["configs"] = configs(source)
+    results["reference"] = reference(source, files)
+    return results
 
 
 def to_servers(engine: Any, meta: Any) -> tuple[list[str], list[str]]:
@@ -272,11 +272,11 @@ def configs(source: Path) -> dict[str, str]:
         "peft_type": dict(use_lora=True, peft_type="ia3"),
     }  # fmt: skip
     make = lambda changes: backend().MeshwrightEngine(config_of(source, **changes))  # noqa: E731 - short
-    found = {name: refusal(functools.partial(make, changes)) for name, changes in made.items()}
-    found["dtype"] = refusal(lambda: engine_of(config_of(source, dtype="float16"), dict(fsdp=2)))
+    refusals = {name: refusal(functools.partial(make, changes)) for name, changes in made.items()}
+    refusals["dtype"] = refusal(lambda: engine_of(config_of(source, dtype="float16"), dict(fsdp=2)))
     linear = fake_areal.OptimizerConfig(lr_scheduler_type="linear", min_lr_ratio=0.1)
-    found["min_lr_ratio"] = refusal(lambda: backend().MeshwrightEngine(config_of(source, optimizer=linear)))
-    return found
+    refusals["min_lr_ratio"] = refusal(lambda: backend().MeshwrightEngine(config_of(source, optimizer=linear)))
+    return refusals
 
 
 def reference(source: Path, files: Any) -> tuple[bool, str, str, float]:

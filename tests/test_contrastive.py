@@ -80,37 +80,37 @@ def of_mesh(source: Path, mesh: dict[str, int], case: str) -> dict[str, Any]:
         engine.router.balance.coefficient = 0.0
     evaluated = engine.evaluate(batches)
     total, grads = _grads(engine, batches)
-    found = {
+    actual = {
         "evaluated": evaluated, "loss": total, "grads": grads, "metrics": engine.metrics, "batches": len(batches),
         "load": float(engine.router.load_LE.sum()), "num_tokens": sum(map(len, documents_of(case))),
     }  # fmt: skip
-    return {**found, **(_routed(engine, batches, found) if case == ROUTED else {})}
+    return {**actual, **(_routed(engine, batches, actual) if case == ROUTED else {})}
 
 
-def _routed(engine: mw.Engine, batches: list[mw.Batch], found: dict[str, Any]) -> dict[str, Any]:
+def _routed(engine: mw.Engine, batches: list[mw.Batch], actual: dict[str, Any]) -> dict[str, Any]:
     """Take away what the router's aux loss adds: that of a loss of zeros on the same batches."""
     loss, engine.loss = engine.loss, mw.Loss(lambda s, f, d: d.sum(s["hidden"].sum(-1)) * 0, per="document")
     aux_loss, aux_grads = _grads(engine, batches)
     engine.loss = loss
     record = engine.step(batches)
     assert record.router_loss == pytest.approx(aux_loss, rel=1e-12)
-    assert record.loss == pytest.approx(found["loss"], rel=1e-12)
-    assert record.num_tokens == found["num_tokens"]
-    grads = {key: x - aux_grads[key] for key, x in found["grads"].items()}
+    assert record.loss == pytest.approx(actual["loss"], rel=1e-12)
+    assert record.num_tokens == actual["num_tokens"]
+    grads = {key: x - aux_grads[key] for key, x in actual["grads"].items()}
     return {"loss": record.loss - record.router_loss, "grads": grads, "metrics": dict(record.metrics)}
 
 
 def by_hand(source: Path, case: str) -> dict[str, Any]:
     """Compute the step in one process, from one long batch and loops."""
-    engine, found = engine_of(source, {}, _loss(case)), dict[str, Any]()
+    engine, results = engine_of(source, {}, _loss(case)), dict[str, Any]()
 
     def whole(scores: Any, fields: Any, docs: Any) -> Tensor:
         if case == "whitened":
-            loss, found["metrics"] = contrast.whitened_by_hand(scores, fields, docs.sizes, rl_losses.GROUPS)
+            loss, results["metrics"] = contrast.whitened_by_hand(scores, fields, docs.sizes, rl_losses.GROUPS)
         else:
             last = [rows[-1] for rows in docs.split(scores["hidden"])]
-            loss, found["metrics"] = contrast.by_hand(CASES[case][0], last)
-        found["loss"] = float(loss.detach())
+            loss, results["metrics"] = contrast.by_hand(CASES[case][0], last)
+        results["loss"] = float(loss.detach())
         return loss
 
     engine.router.balance.coefficient = 0.0
@@ -120,8 +120,8 @@ def by_hand(source: Path, case: str) -> dict[str, Any]:
         batch = mw.pack(rl_losses.documents(), trained=rl_losses.masks(), fields=fields)
     else:
         batch = mw.pack(contrast.documents(), labels=last_token_labels(contrast.documents()))
-    _, found["grads"] = _grads(engine, [batch])
-    return found
+    _, results["grads"] = _grads(engine, [batch])
+    return results
 
 
 NAMES = [*CASES, "whitened"]
@@ -145,17 +145,17 @@ def _both(source: Path, mesh: dict[str, int], case: str) -> tuple[Any, list[Any]
 @pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
 def test_gradients_are_those_by_hand(source: Path, mesh: dict[str, int], case: str) -> None:
     expected, ranks = _both(source, mesh, case)
-    for rank, found in enumerate(ranks):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9)
-        assert found["evaluated"] == pytest.approx(expected["loss"], rel=1e-9)
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
-        assert (found["batches"] == 1) == (case == "one batch" or (case == "two batches" and "fsdp" in mesh))
-        assert found["load"] == found["num_tokens"] * 3 * 2, "each of 3 experts in 2 layers counts a token once"
+    for rank, actual in enumerate(ranks):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+        assert actual["evaluated"] == pytest.approx(expected["loss"], rel=1e-9)
+        assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+        assert (actual["batches"] == 1) == (case == "one batch" or (case == "two batches" and "fsdp" in mesh))
+        assert actual["load"] == actual["num_tokens"] * 3 * 2, "each of 3 experts in 2 layers counts a token once"
         if not rank:
-            assert found["grads"].keys() == expected["grads"].keys()
+            assert actual["grads"].keys() == expected["grads"].keys()
             for key, x in expected["grads"].items():
                 # Gradients of the aux loss were subtracted, so zeros have noise.
-                assert (found["grads"][key] - x).norm() <= 1e-9 * x.norm() + 1e-12, key
+                assert (actual["grads"][key] - x).norm() <= 1e-9 * x.norm() + 1e-12, key
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
@@ -240,9 +241,9 @@ def test_losses_and_gradients_are_those_by_hand(
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
-@pytest.mark.parametrize("distance", [2.0, 8.0, 14.0, 18.0])
+@pytest.mark.parametrize("distance", [2.0, 8.0, 14.0, 18.0, 24.0])
 def test_a_small_rest_is_right_in_float32(kind: str, distance: float) -> None:
-    """Two words have all but a part of 0.1 to 1e-8, which float32 does not see in a sum near 1."""
+    """Two words have all but a part of 0.1 to 1e-10, which float32 does not see in a sum near 1."""
     others = torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64) - distance
     both = [
         torch.cat([torch.tensor(own, dtype=torch.float64), others * 1.01])[None] for own in ([0.6, 0.3], [0.2, 0.9])
@@ -250,8 +251,9 @@ def test_a_small_rest_is_right_in_float32(kind: str, distance: float) -> None:
 
     def differentiated(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = both[1].to(dtype).requires_grad_()
-        logs = [each.log_softmax(-1)[:, :2] for each in (both[0].to(dtype), logits)]
-        value = divergence(*logs, torch.ones(1, 2, dtype=torch.bool), kind=kind)
+        teacher, student = (each.log_softmax(-1) for each in (both[0].to(dtype), logits))
+        rest = student[:, 2:].logsumexp(-1)
+        value = divergence(teacher[:, :2], student[:, :2], torch.ones(1, 2, dtype=torch.bool), rest, kind=kind)
         return value.detach().double(), torch.autograd.grad(value.sum(), logits)[0].double()
 
     for got, right in zip(differentiated(torch.float32), differentiated(torch.float64), strict=True):
@@ -265,17 +267,61 @@ def test_words_that_are_sure_are_finite(kind: str, rest: str) -> None:
     teacher = torch.tensor([[1e-4, -30.0], [-1e-4, 0.0], [0.0, 0.0]])
     student = torch.tensor([[0.0, -40.0], [-20.0, 0.0], [0.0, 0.0]], requires_grad=True)
     is_word = torch.tensor([[True, True], [True, False], [False, False]])
-    values = divergence(teacher, student, is_word, kind=kind, rest=rest)[:2]
+    rests = torch.tensor([-90.0, -1e-6, 0.0]) if rest == "bucket" else None
+    values = divergence(teacher, student, is_word, rests, kind=kind)[:2]
     (gradient,) = torch.autograd.grad(values.sum(), student)
     assert values.isfinite().all()
     assert gradient[:2].isfinite().all()
 
 
 def test_equal_distributions_have_no_distance() -> None:
-    logs = torch.randn(5, 9, dtype=torch.float64).log_softmax(-1)[:, :6]
-    for rest in ("bucket", "renormalise"):
+    whole = torch.randn(5, 9, dtype=torch.float64).log_softmax(-1)
+    logs = whole[:, :6]
+    for rest in (whole[:, 6:].logsumexp(-1), None):
         for kind in ("forward", "reverse"):
-            assert divergence(logs, logs, torch.ones(5, 6, dtype=torch.bool), kind=kind, rest=rest).abs().max() < 1e-14
+            assert divergence(logs, logs, torch.ones(5, 6, dtype=torch.bool), rest, kind=kind).abs().max() < 1e-14
+
+
+SURE, PAIR = Distill(alpha=1.0, top_k=2), (0, 130)  # of both slices of tp
+
+
+def _sure_batch(dtype: torch.dtype) -> mw.Batch:
+    batch = mw.pack([[1, 2, 3, 4, 5, 6], [7, 8, 9]], length=10)
+    logprobs = torch.tensor([0.5, 0.3], dtype=dtype).log().expand(len(batch), 2).contiguous()
+    return batch.with_fields(**{IDS: torch.tensor([PAIR]).repeat(len(batch), 1), LOGPROBS: logprobs})
+
+
+def _sure_student(source: Path) -> None:
+    """Change the rows of two words in the head so that every token of the batch predicts them."""
+    batch, file = _sure_batch(torch.float64), source / "model.safetensors"
+    logits = mw.logits(mw.load(source, mw.Mesh(), dtype=torch.float64), batch)
+    weights = load_file(file)
+    direction = weights["lm_head.weight"].double().T @ torch.linalg.pinv(logits).sum(1)
+    weights["lm_head.weight"][list(PAIR)] = (torch.tensor([[25.3], [25.0]]) * direction).float()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _of_sure_student(source: Path, mesh: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return gradients, and how much the student leaves to all other words."""
+    model, batch = mw.load(source, trials.mesh_of(mesh), dtype=dtype), _sure_batch(dtype)
+    rest = mw.logits(model, batch).log_softmax(-1).double().exp()[:8]
+    rest[:, PAIR] = 0.0
+    engine = mw.Engine(model, lr=1.0, loss=SURE.loss)
+    loss = engine.backward([batch])
+    return {"loss": torch.tensor(loss), "rest": rest.sum(-1), **mw.gather(model, "grad")}
+
+
+def test_a_sure_student_learns_what_its_teacher_leaves_to_other_words(tmp_path: Path) -> None:
+    """It gives two words all but about 1e-9. In float32, 1 minus their sum is 0, and has no gradient."""
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    worlds.run(1, _sure_student, source)
+    [exact] = worlds.run(1, _of_sure_student, source, {}, torch.float64)
+    rest = exact.pop("rest")
+    assert ((rest > 5e-10) & (rest < 1e-9)).all()
+    for mesh in ({}, {"tp": 2}):
+        made = worlds.run(trials.world_of(mesh), _of_sure_student, source, mesh, torch.float32)[0]
+        for name, right in exact.items():
+            assert (made[name].double() - right).norm() <= 1e-4 * right.norm(), (mesh, name)
 
 
 def _step(engine: mw.Engine, loss: Any = None, **fields: Any) -> None:
@@ -304,10 +350,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         words("DataError", "'weight'", "one weight a token")),
     "a temperature of the engine too": (lambda e: _step(e, **_of(PLAIN), temperature=2.0),
         words("ConfigError", "temperature=2.0", "word_temperature=1.0", "leave one")),
-    "a temperature of 0": (lambda e: _step(e, mw.Loss(entropic, per="document", words=IDS, word_temperature=0.0), **_of(PLAIN)),
+    "a temperature of 0": (lambda e: _step(e, mw.Loss(entropic, "document", words=IDS, word_temperature=0.0),
+        **_of(PLAIN)),
         words("ConfigError", "temperature=0.0", "above 0")),
     "a temperature without words": (lambda e: mw.Loss(entropic, per="document", word_temperature=2.0),
         words("ConfigError", "word_temperature=2.0", "words=")),
+    "other words than none": (lambda e: mw.Loss(entropic, rest=True), words("ConfigError", "rest=True", "words=")),
+    "a rest that is no choice": (lambda e: mw.Loss(entropic, words=IDS, rest="bucket"),
+        words("ConfigError", "rest='bucket'", "True or False")),
+    "no other words": (lambda e: Distill(top_k=131).ask(e.model, [mw.pack([[1, 2]])], e.model),
+        words("ConfigError", "top_k=131", "131", "renormalise")),
     "words of a critic": (lambda e: _step(trials.build(e.model.directory, {}, head="value"), **_of(PLAIN)),
         words("ConfigError", "'teacher_ids'", "head")),
     "more words than there are": (lambda e: mw.top_logprobs(e.model, mw.pack([[1, 2]]), 132),

@@ -55,10 +55,10 @@ def one_process(source: Path, name: str, loss: str) -> Any:
     return {**first, **second}[loss]
 
 
-def far(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def far(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """The largest relative distance of two sets of gradients."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
+    assert actual.keys() == wanted.keys()
+    return max(float((actual[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
 
 
 # Methods, arguments, imports
@@ -68,34 +68,34 @@ def methods(file: str, name: str) -> dict[str, list[str]]:
     """The methods of a class and its bases in the file, with their arguments."""
     classes = {each.name: each for each in ast.parse((ROOM / file).read_text()).body if isinstance(each, ast.ClassDef)}
     bases = [each.id for each in classes[name].bases if isinstance(each, ast.Name) and each.id in classes]
-    found: dict[str, list[str]] = {}
+    declared: dict[str, list[str]] = {}
     for each in bases:
-        found |= methods(file, each)
+        declared |= methods(file, each)
     for node in classes[name].body:
         if isinstance(node, ast.FunctionDef):
             more = [each.arg for each in (node.args.vararg, node.args.kwarg) if each]
-            found[node.name] = [each.arg for each in node.args.args][1:] + more
-    return found
+            declared[node.name] = [each.arg for each in node.args.args][1:] + more
+    return declared
 
 
 @pytest.mark.parametrize("name", ["MeshwrightEngine", "MeshwrightValueEngine"])
 def test_all_methods_of_verls_abstract_engine_are_there_with_its_arguments(name: str) -> None:
-    found = methods("verl.py", name)
-    assert found["__init__"] == VERL["constructor"]
+    declared = methods("verl.py", name)
+    assert declared["__init__"] == VERL["constructor"]
     for method, arguments in VERL["methods"].items():
         if method not in VERL["inherited"]:
-            assert method in found, f"{method} is missing"
-            assert set(arguments) <= set(found[method]), (method, arguments, found[method])
-    assert set(VERL["properties"]) <= found.keys()
+            assert method in declared, f"{method} is missing"
+            assert set(arguments) <= set(declared[method]), (method, arguments, declared[method])
+    assert set(VERL["properties"]) <= declared.keys()
 
 
 def test_all_methods_of_areals_abstract_engine_are_there_with_its_arguments() -> None:
-    found = methods("areal_engine.py", "MeshwrightEngine")
-    assert found["initialize"] == ["addr", "ft_spec", "args", "kwargs"]
+    declared = methods("areal_engine.py", "MeshwrightEngine")
+    assert declared["initialize"] == ["addr", "ft_spec", "args", "kwargs"]
     for method, arguments in AREAL["abstract"].items():
-        assert method in found, f"{method} is missing"
-        assert method == "initialize" or found[method] == arguments, (method, arguments, found[method])
-    assert found["destroy"] == AREAL["inherited"]["destroy"]
+        assert method in declared, f"{method} is missing"
+        assert method == "initialize" or declared[method] == arguments, (method, arguments, declared[method])
+    assert declared["destroy"] == AREAL["inherited"]["destroy"]
 
 
 def test_fake_configs_have_fields_and_defaults_of_areal() -> None:
@@ -164,31 +164,31 @@ def test_steps_of_verl_equal_those_of_the_whole_batch_at_once(source: Path, mesh
 
 def test_the_rest_of_the_contract_of_verl(source: Path) -> None:
     ranks = world(source)("verl")
-    for found in ranks:
-        assert math.isnan(found["skipped"])
-        assert found["unchanged"]
-        one, again, lr = found["resumed"]
+    for actual in ranks:
+        assert math.isnan(actual["skipped"])
+        assert actual["unchanged"]
+        one, again, lr = actual["resumed"]
         assert one == again
         assert lr == pytest.approx(1e-3 * (1 + math.cos(math.pi / 10)) / 2)
-        assert found["kept"] == ["global_step_2"]
-        assert found["asleep"] == (2, True)
-        assert math.isfinite(found["awake"])
-        assert found["peft"] is None
-        assert found["options"] == (0.5, (0.9, 0.999), 0.01, 3)
+        assert actual["kept"] == ["global_step_2"]
+        assert actual["asleep"] == (2, True)
+        assert math.isfinite(actual["awake"])
+        assert actual["peft"] is None
+        assert actual["options"] == (0.5, (0.9, 0.999), 0.01, 3)
         for name, words in {
             "pictures": "train on text", "top-k": "distillation_use_topk", "temperatures": "2 temperatures",
             "padded": "no_padding", "positions": "do not count from 0", "one rank": "calculate_sum_pi_squared",
         }.items():  # fmt: skip
-            assert words in found["refused"][name], found["refused"]
-        assert "fails on one data rank" in found["loss of train"]
-        assert "fails on one data rank" in found["loss of score"]
-        assert found["frozen"][0] == 2
-        assert "forward_only=True" in found["frozen"][1]
-        right, refused, num = found["adapters"]
+            assert words in actual["refused"][name], actual["refused"]
+        assert "fails on one data rank" in actual["loss of train"]
+        assert "fails on one data rank" in actual["loss of score"]
+        assert actual["frozen"][0] == 2
+        assert "forward_only=True" in actual["frozen"][1]
+        right, refused, num = actual["adapters"]
         assert right
         assert "model.lora.merge=True" in refused
-        assert num == len(found["weights"])  # merged: no factors
-    assert all(found["weights"]["model.norm.weight"] == (36,) for found in ranks)  # on every rank
+        assert num == len(actual["weights"])  # merged: no factors
+    assert all(actual["weights"]["model.norm.weight"] == (36,) for actual in ranks)  # on every rank
 
 
 # AReaL
@@ -216,35 +216,35 @@ def test_steps_of_areal_equal_those_of_the_whole_batch_at_once(source: Path, mes
 
 def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
     ranks = world(source)("areal")
-    for rank, found in enumerate(ranks):
-        assert found["groups"] == [[0, 1], [rank], [0, 1]]
-        assert found["head"] == (rank, rank, 2)
-        assert found["listed"]
-        assert found["skipped"][0] == 0.0
-        assert math.isnan(found["skipped"][1])
-        assert found["skipped"][2]
-        refused, awake, offloaded = found["asleep"]
+    for rank, actual in enumerate(ranks):
+        assert actual["groups"] == [[0, 1], [rank], [0, 1]]
+        assert actual["head"] == (rank, rank, 2)
+        assert actual["listed"]
+        assert actual["skipped"][0] == 0.0
+        assert math.isnan(actual["skipped"][1])
+        assert actual["skipped"][2]
+        refused, awake, offloaded = actual["asleep"]
         assert "sleep" in refused
         assert not offloaded  # training wakes it
-        saved, norms, lr, steps = found["resumed"]
+        saved, norms, lr, steps = actual["resumed"]
         assert awake == saved
         assert norms[0] == norms[1]
-        assert found["still offloaded"]
+        assert actual["still offloaded"]
         assert (lr, steps) == (5e-4, 2)
-        judged, steps, has_state = found["loaded"]
+        judged, steps, has_state = actual["loaded"]
         assert judged == pytest.approx(saved, rel=1e-6)
         assert (steps, has_state) == (2, True)
-        assert found["files"] == ["step-000002"]
+        assert actual["files"] == ["step-000002"]
         for name, words in {
             "pictures": "train on text", "gap": "attention_mask has a gap", "mask": "no attention_mask",
             "lengths": "output_seqlens", "weights": "sum to 0", "loss": "fails on one data rank",
             "judge": "fails on one data rank", "too few": "too few", "logits": "whole logits", "format": "gguf",
             "awex": "awex", "stages": "2 pipeline stages",
         }.items():  # fmt: skip
-            assert words in found["refused"][name], (name, found["refused"][name])
-        for name, reason in found["configs"].items():
+            assert words in actual["refused"][name], (name, actual["refused"][name])
+        for name, reason in actual["configs"].items():
             assert name in reason, (name, reason)
-        changed, untrained, adapters, scale = found["reference"]
+        changed, untrained, adapters, scale = actual["reference"]
         assert changed
         assert "optimizer=None" in untrained
         assert "weight_update_mode='disk'" in adapters
@@ -252,9 +252,9 @@ def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
     calls, _ = ranks[0]["disk"]
     update = source.parent / "areal" / "update"
     assert calls == ["pause", f"read {update}", "continue"]
-    found = load_file(update / "model.safetensors")
-    assert {name: x.shape for name, x in found.items()} == {k: x.shape for k, x in ranks[0]["weights"].items()}
-    assert {x.dtype for x in found.values()} == {torch.float64}
+    written = load_file(update / "model.safetensors")
+    assert {name: x.shape for name, x in written.items()} == {k: x.shape for k, x in ranks[0]["weights"].items()}
+    assert {x.dtype for x in written.values()} == {torch.float64}
     calls, specs = ranks[0]["network"]
     assert calls == ["join update_weight_group", "pause", *["receive"] * len(specs), "continue"]
     for spec, sent, (name, x) in zip(specs, ranks[0]["sent"], ranks[0]["weights"].items(), strict=True):

@@ -80,7 +80,7 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     assert loss < base_loss - 0.01
     assert re.search(r"adapters.*merge=True.*export_adapter", refused[0])
     assert "merged" in refused[1]
-    assert re.search(r"checkpoint of adapters.*load their base", refused[2])
+    assert re.search(r"checkpoint of adapters.*give the base.*merge=True.*mw.resume", refused[2])
     names = {path.name for path in (tmp_path / "checkpoints" / "step-000002").iterdir()}
     assert "adapters.safetensors" in names
     assert "model.safetensors" not in names

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.report.end_of_run import last_words
+from meshwright.train import config_file, preflight
+from meshwright.weights import peft_files
 from tests import worlds
 from tests.runs import chats, file_of, losses, on_mesh, source
+from tests.words import words
 
 LORA = {"rank": 3, "alpha": 6.0}
 
@@ -52,6 +57,23 @@ def test_a_run_with_adapters_resumes_on_another_mesh(tmp_path: Path, capfd: pyte
         worlds.run(1, sampled, ["sample", str(where), "--prompt", "3?", "--tokens", "5", "--json"])
         texts.append(json.loads(capfd.readouterr().out)[0]["text"])
     assert texts[0] == texts[1], "the adapter beside its base is the merged model"
+
+
+def test_a_run_with_adapters_is_no_model(tmp_path: Path) -> None:
+    """The run, its checkpoint and PEFT's directory are refused before the start, with the ways to go on."""
+    chats(tmp_path / "chats.jsonl")
+    model = source(tmp_path / "m", "qwen3")
+    path = file_of(tmp_path, model, lora=LORA, train={"steps": 1})
+    on_mesh(path, {})
+    out = tmp_path / "out"
+    for at, what in ((out, "step-000001 is a checkpoint of adapters"), (out / "adapter", "is a directory of adapters")):
+        match = words(what, r"lora\.path=", "merged = true")
+        with pytest.raises(mw.ConfigError, match=match):
+            config_file.read(path, [f"model={at}"], preflight.mistakes)
+        with pytest.raises(mw.LoadError, match=match):
+            mw.load(next(at.glob("checkpoints/*"), at))
+    shutil.copy(model / "config.json", out / "adapter")  # a model with PEFT's files next to its own
+    peft_files.check_has_base(out / "adapter")
 
 
 def test_other_adapters_are_refused_on_resume(tmp_path: Path) -> None:

@@ -251,7 +251,6 @@ UNUSED = {  # what a field needs that it makes sense, by its name or its section
     "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"], "eval.pictures": ["eval.path=y"],
     "eval.sets.0.pictures": ["eval.sets.0.path=y", "eval.sets.0.name=y"],
     **{name: [f"objective={name}"] for name in OBJECTIVES}, "distill": ["objective=distill", "distill.teacher=y"],
-    "scores": ["distill.teacher="],
 }  # fmt: skip
 
 

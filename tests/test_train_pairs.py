@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from math import prod
@@ -17,8 +18,10 @@ import torch
 import transformers
 
 import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.objectives import teacher_scores
 from meshwright.ops.part_sizes import shrunk_part_sizes
-from meshwright.train import config_file, loop, reference_scores
+from meshwright.train import config_file, dry_run, launch, loop, reference_scores, teacher_files
 from meshwright.train import run as run_module
 from meshwright.train.run import run
 from tests import parts, runs, worlds
@@ -285,3 +288,75 @@ def test_a_reranker_is_scored_as_its_prompt_says(tmp_path: Path) -> None:
     path = file_of(tmp_path / "run", "rerank", runs.source(tmp_path / "m", "qwen3"))
     [(loss, by_hand)] = worlds.run(1, reranked, path)
     assert loss == pytest.approx(by_hand, rel=1e-9)
+
+
+def with_scores(path: Path, *sets: str) -> tuple[int, int]:
+    """Run. Return how often a teacher was loaded, and how many batches it scored for files."""
+    loaded, scored, load, score = list[Any](), list[int](), teacher_files.load, teacher_scores.top_logprobs
+
+    def count(model: mw.Model, batches: list[mw.Batch], *args: Any, **options: Any) -> Any:
+        scored.append(len(batches))
+        return score(model, batches, *args, **options)
+
+    teacher_files.load = lambda *args, **options: loaded.append(args) or load(*args, **options)  # type: ignore[assignment]
+    teacher_scores.top_logprobs = count  # type: ignore[assignment]
+    try:
+        run(config_file.read(path, sets))
+    finally:
+        teacher_files.load, teacher_scores.top_logprobs = load, score
+    return len(loaded), sum(scored)
+
+
+def test_a_teacher_is_asked_once(tmp_path: Path) -> None:
+    """Scores are kept in files, of held-out data too. A killed run scores what lacks; another teacher is refused."""
+    model, teacher = runs.source(tmp_path / "m", "qwen3"), runs.source(tmp_path / "teacher", "qwen3_moe")
+    scores, options = tmp_path / "scores", {"options": {"scores": str(tmp_path / "scores")}}
+    asked, *kept = (
+        file_of(tmp_path / name, "distill", model, **({} if name == "asked" else options))
+        for name in ("asked", "one", "two", "three", "four")
+    )
+    [(_, scored)] = worlds.run(1, with_scores, asked)
+    assert not scored
+    prepared = launch.prepared(config_file.read(kept[0]))
+    said = dry_run.dry_run(config_file.read(kept[0]), prepared.data, prepared.held_out)
+    assert re.search("teacher lack for the data, held out: held-out: computed before", said)
+    counts = worlds.run(2, with_scores, kept[0], "mesh.fsdp=2")
+    assert counts[0][0] == 1
+    assert counts[0][1] > 3 * 2  # held-out batches too
+    assert runs.losses(tmp_path / "one") == pytest.approx(runs.losses(tmp_path / "asked"), rel=1e-5)
+    said = dry_run.dry_run(config_file.read(kept[0]), prepared.data, prepared.held_out)
+    assert f"all are in {scores}; the teacher is not loaded" in said
+    assert worlds.run(1, with_scores, kept[1]) == [(0, 0)]
+    assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "asked"), rel=1e-5)
+    marks = [*scores.glob("complete-*")]
+    for mark in marks:
+        mark.unlink()  # as if it had been killed at the end
+    assert worlds.run(1, with_scores, kept[2]) == [(1, 0)]
+    assert [*scores.glob("complete-*")] == marks
+    for lost in (*marks, next(scores.glob("scores-*"))):
+        lost.unlink()  # and earlier
+    [(loaded, scored)] = worlds.run(1, with_scores, kept[2], "train.steps=4")
+    assert loaded == 1
+    assert scored > 0
+    _refused_when_stale(kept[3], teacher)
+
+
+def _refused_when_stale(path: Path, teacher: Path) -> None:
+    for sets, why in (["distill.temperature=3.0"], "temperature=2.0, and 3.0"), (["distill.top_k=9"], "top_k=7"):
+        with pytest.raises(mw.MeshwrightError, match=words(r"teacher\.json", why)):
+            worlds.run(1, with_scores, path, *sets)
+    weights = teacher / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(mw.MeshwrightError, match=words("teacher=", "is wanted", "another directory")):
+        worlds.run(1, with_scores, path)
+
+
+@pytest.mark.parametrize(("objective", "names"), [("classify", {"bad", "good", "odd"}), ("rerank", {"n", "y"})])
+def test_labels_are_shown_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], objective: str, names: set[str]
+) -> None:
+    """`meshwright data --show` has no numbers of classes, and no ids of answers."""
+    path = file_of(tmp_path / "run", objective, runs.source(tmp_path / "m", "qwen3"))
+    assert main(["data", str(path), "--show", "30"]) == 0
+    assert {*re.findall(r" -> \[(.*?)\]", capsys.readouterr().out)} == names

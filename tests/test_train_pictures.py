@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from meshwright.train.chat_session import open_chat
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
 from meshwright.train.resume_point import check_position
+from meshwright.train.teacher_files import check_no_pictures
 from meshwright.train.thumbnails import write_thumbnails
 from tests import parts, runs, seeing, shown, worlds
 from tests.fake_runs import fake_run
+from tests.test_rl import worst
 from tests.trials import named
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -310,3 +313,64 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
         make({"ids": [5, vocab]})
     blind, *_ = data_sources.maker(section, data_sources.RowReader(model, tmp_path))
     assert len(blind({"ids": [5, place, 7]})) == 1
+
+
+def preferences(folder: Path) -> Path:
+    """Turn the chats about colours into pairs: the right colours before others."""
+    rows = [json.loads(line) for line in shown.chats(folder, 24).read_text().splitlines()]
+    pairs = [
+        {"prompt": each["messages"][:1], "chosen": each["messages"][1:],
+         "rejected": [{"role": "assistant", "content": ("grey sky", "no")[n % 2]}]}
+        for n, each in enumerate(rows)
+    ]  # fmt: skip
+    (folder / "chats.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return folder / "chats.jsonl"
+
+
+def _check_same_pictures(batch: mw.Batch) -> None:
+    """Check that both documents of each pair have the same patches."""
+    if batch.images is None:
+        return
+    patches = batch.images.patches_PC.split([frame.height * frame.width for frame in batch.frames])
+    seen = [
+        [patch.sum().item() for patch, frame in zip(patches, batch.frames, strict=True) if a <= frame.start < b]
+        for a, b in pairwise(batch.bounds)
+    ]
+    assert len(batch.groups) == batch.num_documents
+    assert seen[0 : batch.num_documents : 2] == seen[1 : batch.num_documents : 2]
+
+
+def of_pairs(path: Path, mesh: Mapping[str, int]) -> tuple[float, int, dict[str, Tensor]]:
+    """Return loss, number of pictures and gradients of the first step. The model is its own reference."""
+    trainer = mw.Trainer(config_file.read(path, [f"mesh.{axis}={n}" for axis, n in mesh.items()]))
+    batches = trainer.feed.step(0).batches
+    for batch in batches:
+        _check_same_pictures(batch)
+    loss = trainer.engine.backward(batches)
+    assert abs(trainer.engine.metrics["margins"]) < 1e-12
+    return loss, sum(len(batch.frames) for batch in batches), mw.gather(trainer.model, "grad")
+
+
+def test_pairs_with_pictures(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Both answers of a pair see the pictures of the prompt, on every mesh."""
+    preferences(tmp_path)
+    path = runs.file_of(
+        tmp_path, model("qwen3_vl"), dpo={"sft_weight": 0.1}, save={"export": False},
+        train={"tower": True, "length": 128, "tokens_per_step": 512, "steps": 2},
+    )  # fmt: skip
+    path.write_text(f'objective = "dpo"\n{path.read_text()}')
+    [(loss, num, grads)] = worlds.run(1, of_pairs, path, {})
+    assert num > 4
+    assert num % 2 == 0
+    for mesh in ({"fsdp": 2}, {"tp": 2}):
+        there = worlds.run(2, of_pairs, path, mesh)
+        assert there[0][0] == pytest.approx(loss, rel=1e-9)
+        assert sum(num for _, num, _ in there) == num * (2 if "tp" in mesh else 1)
+        assert worst(there[0][2], grads) < 1e-9
+
+
+def test_stored_scores_of_pictures_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A teacher's scores are stored by tokens, which do not hold pictures."""
+    data = prepared(config_file.read(file_of(tmp_path, model("qwen3_vl")))).data
+    with pytest.raises(mw.DataError, match=r"chats\.jsonl has pictures.*leave scores out.*distill\.teacher"):
+        check_no_pictures([data])

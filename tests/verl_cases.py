@@ -101,15 +101,15 @@ def share(engine: Any) -> Data:
 
 def case(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
     """For each loss: values that only score, gradients, and a step. Losses of the same head share an engine."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for losses in (("sft", "answers"), ("critic",)):
         engine = engine_of(source, mesh, losses[0])
         with engine.eval_mode():
             first = engine.forward_backward_batch(share(engine), LOSSES[losses[0]], forward_only=True)
-        found |= {loss: {**trained(engine, loss), "first": plain(first)} for loss in losses}
+        results |= {loss: {**trained(engine, loss), "first": plain(first)} for loss in losses}
         norm = engine.train_batch(share(engine), LOSSES[losses[-1]])["metrics"].get("grad_norm")
-        found[losses[-1]] |= {"norm": norm, "lr": engine.lr_scheduler_step()}
-    return found
+        results[losses[-1]] |= {"norm": norm, "lr": engine.lr_scheduler_step()}
+    return results
 
 
 def plain(output: Any) -> dict[str, list[Tensor]]:
@@ -131,7 +131,7 @@ def trained(engine: Any, loss: str) -> dict[str, Any]:
 def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """The loss of the whole batch at once, and its gradient by autograd through one long forward: the engine's own loss
     is a sum over `scores` times the derivative of verl's loss for them."""
-    data, found = rows_of(range(len(SIZES))), dict[str, Any]()
+    data, results = rows_of(range(len(SIZES))), dict[str, Any]()
     data.update(dp_size=1, batch_num_tokens=int(data["loss_mask"].values().sum()))
 
     def whole(scores: Any, fields: Any) -> Tensor:
@@ -139,7 +139,7 @@ def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], dict[str
         offsets = data["input_ids"].offsets()
         output = {names[k]: torch.nested.nested_tensor_from_jagged(x, offsets) for k, x in scores.items()}
         value, _ = LOSSES[loss](output, data)
-        found.update(loss=value.item(), scores={names[k]: x.detach() for k, x in scores.items()})
+        results.update(loss=value.item(), scores={names[k]: x.detach() for k, x in scores.items()})
         return value
 
     mesh = mw.Mesh(device="cpu", ranks=[dist.get_rank()])
@@ -148,17 +148,17 @@ def by_hand(source: Path, loss: str) -> tuple[float, dict[str, Tensor], dict[str
     engine.loss = mw.Loss(lambda s, f, docs: whole(s, f), per="micro_batch", normalise=False)
     documents = [x.tolist() for x in data["input_ids"].unbind()]
     engine.backward([mw.pack(documents, labels=documents if loss == "critic" else None)])  # a value for each token
-    return found["loss"], mw.gather(model, "grad"), found["scores"]
+    return results["loss"], mw.gather(model, "grad"), results["scores"]
 
 
 def contract(source: Path, at: Path) -> dict[str, Any]:
     """Skipped updates, offload, checkpoints, weights for a rollout, refusals."""
     engine = engine_of(source, dict(fsdp=2))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     before = {name: x.clone() for name, x in mw.gather(engine.model).items()}
     nan = lambda model_output, data, dp_group=None: (sft(model_output, data)[0] * math.nan, {})  # noqa: E731 - short
-    found["skipped"] = engine.train_batch(share(engine), nan)["metrics"]["grad_norm"]
-    found["unchanged"] = all(torch.equal(x, before[name]) for name, x in mw.gather(engine.model).items())
+    results["skipped"] = engine.train_batch(share(engine), nan)["metrics"]["grad_norm"]
+    results["unchanged"] = all(torch.equal(x, before[name]) for name, x in mw.gather(engine.model).items())
 
     engine.train_batch(share(engine), sft)
     engine.lr_scheduler_step()
@@ -167,10 +167,10 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
     engine.lr_scheduler_step()
     engine.load_checkpoint(str(at / "global_step_1"))
     engine.load_checkpoint(None)
-    found["resumed"] = one, engine.train_batch(share(engine), sft)["metrics"]["grad_norm"], engine.engine.lr
+    results["resumed"] = one, engine.train_batch(share(engine), sft)["metrics"]["grad_norm"], engine.engine.lr
     engine.save_checkpoint(str(at / "global_step_2"), global_step=2, max_ckpt_to_keep=1)
     dist.barrier()
-    found["kept"] = sorted(path.name for path in at.iterdir())
+    results["kept"] = sorted(path.name for path in at.iterdir())
 
     engine._move(wake=False, weights=True, optimizer=True)
     engine._move(wake=False, weights=True, optimizer=True)  # twice does no harm
@@ -178,13 +178,13 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
     unscored = engine.forward_backward_batch(share(engine), None, forward_only=True)
     scored = engine.forward_backward_batch(share(engine), sft, forward_only=True)
     values = [each["model_output"]["log_probs"].values() for each in (unscored, scored)]
-    found["asleep"] = len(unscored["loss"]), torch.equal(*values)
+    results["asleep"] = len(unscored["loss"]), torch.equal(*values)
     engine._move(wake=True, weights=False, optimizer=True)
-    found["awake"] = engine.train_batch(share(engine), sft)["metrics"]["grad_norm"]
+    results["awake"] = engine.train_batch(share(engine), sft)["metrics"]["grad_norm"]
 
     weights, peft = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
-    found["weights"], found["peft"] = {name: tuple(x.shape) for name, x in weights}, peft
-    found["refused"] = {
+    results["weights"], results["peft"] = {name: tuple(x.shape) for name, x in weights}, peft
+    results["refused"] = {
         name: refusal(functools.partial(engine.forward_backward_batch, Data(share(engine), **change), sft))
         for name, change in {
             "pictures": dict(multi_modal_inputs=[{"pixel_values": 1}]),
@@ -202,12 +202,14 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
         return sft(model_output, data)
 
     for name, only in (("train", False), ("score", True)):
-        found[f"loss of {name}"] = refusal(lambda only=only: engine.forward_backward_batch(share(engine), broken, only))
+        results[f"loss of {name}"] = refusal(
+            lambda only=only: engine.forward_backward_batch(share(engine), broken, only)
+        )
     options = engine.engine.optimizer.options
-    found["options"] = engine.engine.max_norm, options.betas, options.weight_decay, engine.engine.steps
-    found["frozen"] = frozen(source)
-    found["adapters"] = adapters(source)
-    return found
+    results["options"] = engine.engine.max_norm, options.betas, options.weight_decay, engine.engine.steps
+    results["frozen"] = frozen(source)
+    results["adapters"] = adapters(source)
+    return results
 
 
 def refusal(act: Any) -> str:

@@ -332,12 +332,15 @@ def _data(options: argparse.Namespace) -> int:
         launch,
         preflight,
     )
+    from ..weights import path_of
 
     # All mistakes of the file, the model and its mesh are reported before any row is read.
     config = config_file.read(options.config, options.set, preflight.mistakes)
     prepared = launch.prepared(config)
     print(dry_run.dry_run(config, prepared.data, prepared.held_out))
-    for document in dry_run.shown(prepared.data, data_sources.model_directory(config.model), options.show):
+    directory = data_sources.model_directory(config.model)
+    names = data_sources.RowReader.of(config, directory, path_of(config.cache)).names_of_classes
+    for document in dry_run.shown(prepared.data, directory, options.show, names):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 

@@ -457,7 +457,7 @@ class Engine:
             "the step": self.steps,
             "the loss": loss.name,
             "what the loss is of": (loss.per, loss.normalise, loss.metrics),
-            "the words that the loss scores, and their temperature": (loss.words, loss.word_temperature),
+            "the words that the loss scores, and their temperature": (loss.words, loss.word_temperature, loss.rest),
             "temperature": float(self.temperature),
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,

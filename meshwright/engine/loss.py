@@ -47,7 +47,8 @@ class Loss:
     `words`: the name of a field of token ids `[T, K]`, such as the likeliest words of a teacher, with -1 for no word.
     The function then gets `scores["word_logprobs"]` too: `[T, K]`, their log-probabilities, and 0 for no word.
     `word_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at 1; without it they are at
-    the temperature of the engine.
+    the temperature of the engine. `rest` adds `scores["rest_logprobs"]`, `[T]`: the log-probability of all other words
+    of the vocabulary, exact also where it is near 0 and 1 minus the sum of the given words has no digits left.
     """
 
     function: LossFunction
@@ -56,6 +57,7 @@ class Loss:
     metrics: tuple[str, ...] = ()
     words: str = ""
     word_temperature: float | None = None
+    rest: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -82,6 +84,10 @@ class Loss:
                 f"a loss per {self.per} is called as function({', '.join(arguments)}), and {self.name} does not take "
                 f"{len(arguments)} arguments; give it these, or another per="
             )
+        if not isinstance(self.rest, bool):
+            raise ConfigError(f"rest={self.rest!r} must be True or False")
+        if self.rest and not self.words:
+            raise ConfigError("rest=True has no effect without words=: it is about the words that these leave")
 
     @property
     def name(self) -> str:

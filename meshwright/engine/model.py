@@ -47,7 +47,6 @@ from ..sharding import (
     ways,
 )
 from ..weights import (
-    ADAPTERS,
     CONFIG,
     KeyMap,
     Reader,
@@ -340,11 +339,7 @@ def load(
     """
     check_loading(mesh, fields.get("dtype"), read)
     recipe, directory = _with_adapter_files(Recipe(**fields)), local_directory(source, mesh)
-    if (directory / ADAPTERS).is_file():
-        raise LoadError(
-            f"{directory} is a checkpoint of adapters (LoRA) and holds no base; load their base with the same lora=, "
-            "then mw.resume(engine, directory)"
-        )
+    peft_files.check_has_base(directory)
     # A checkpoint has checksums of its files. They are verified as the bytes are read.
     extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)

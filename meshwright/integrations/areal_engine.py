@@ -206,8 +206,8 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         self._ensure_ready()
         given = self._micro_batches(input_)
         loss = self._loss(given, loss_fn, loss_weight_fn)
-        found = jagged.scores(self.model, given.batches, self._temperature)
-        own = sum(float(each) for each in jagged.losses_of(self.mesh, loss, found))
+        scores = jagged.scores(self.model, given.batches, self._temperature)
+        own = sum(float(each) for each in jagged.losses_of(self.mesh, loss, scores))
         total = self.mesh.all_gather_on_hosts((own,), _DATA, "the loss of the batch").sum()
         return total.to(self.mesh.device, torch.float32)
 
@@ -222,8 +222,8 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         if output_seqlens is not None and list(output_seqlens) not in (given.sizes, widths):
             raise mw.DataError(f"output_seqlens={output_seqlens} are not the lengths of the rows, {given.sizes}")
         name = "values" if self.config.is_critic else "logprobs"
-        found = jagged.scores(self.model, given.batches, self._temperature)
-        outputs = [given.scores(number, each)[name] for number, each in enumerate(found)]
+        scores = jagged.scores(self.model, given.batches, self._temperature)
+        outputs = [given.scores(number, each)[name] for number, each in enumerate(scores)]
         result = reorder_and_pad_outputs(outputs, given.sizes, given.cut, aggregate_fn)
         return result if given.meta is None else split_batch(result, given.meta)
 

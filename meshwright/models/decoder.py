@@ -39,6 +39,7 @@ class Want(NamedTuple):
     num_top: int = 0  # of "top_words": how many
     words: str = ""  # next to "logprobs": the field of a batch with words `[T, K]` that are scored too, if any
     word_temperature: float = 1.0
+    rest: bool = False  # next to words: the log-probability of all others
     ids_TK: Tensor | None = None  # these words, of a micro-batch
 
     def of(self, fields: Mapping[str, Tensor]) -> Want:
@@ -204,15 +205,17 @@ class LanguageHead(nn.Module):
         return (ops.upcast(ops.linear(x_TD, weight_VD)),)
 
     def score_words(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Return what `want` names, and the log-probabilities of its words, 0 where it has none. -> `[T, K]` last"""
+        """Return what `want` names, the log-probabilities of its words, 0 where it has none, `[T, K]`, and with
+        `want.rest` that of all other words, `[T]`."""
         assert want.ids_TK is not None, "the caller has looked"
         entropy, num_own, start = want.score == "entropy", len(x_TD), self.vocab.start
-        words = ops.Words(want.ids_TK - start, want.word_temperature)
+        words = ops.Words(want.ids_TK - start, want.word_temperature, want.rest)
         stats_TS = ops.word_stats(self.enter(x_TD), weight_VD, labels_T - start, words, entropy, want.temperature)
         stats_NTS = self.meet(stats_TS).view(-1, num_own, stats_TS.shape[1])
-        logprobs_T, entropy_T, of_words_TK = ops.combine_word_stats(stats_NTS)
+        logprobs_T, entropy_T, of_words_TK, rest_TR = ops.combine_word_stats(stats_NTS, want.ids_TK.shape[1])
         of_words_TK = of_words_TK.masked_fill(self.own(want.ids_TK) < 0, 0.0)
-        return (logprobs_T, entropy_T, of_words_TK) if entropy else (logprobs_T, of_words_TK)
+        own = (logprobs_T, entropy_T) if entropy else (logprobs_T,)
+        return (*own, of_words_TK, *rest_TR.unbind(-1))
 
     def top_words(self, x_TD: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return the log-probabilities of the likeliest words, and the words as floating point numbers."""

@@ -65,7 +65,8 @@ class Distill:
     def loss(self) -> Loss:
         """Return the loss for an engine, whose own temperature stays 1."""
         metrics = ("kl", "cross_entropy", "agreement")
-        return Loss(self, metrics=metrics, words=IDS, word_temperature=self.temperature)
+        in_bucket = self.rest == "bucket"
+        return Loss(self, metrics=metrics, words=IDS, word_temperature=self.temperature, rest=in_bucket)
 
     def ask(self, teacher: Model, batches: Sequence[Batch], student: Model) -> list[Batch]:
         """Return the batches with the fields that the loss reads: the teacher's likeliest words, and their
@@ -76,6 +77,7 @@ class Distill:
         """
         check_vocabularies(teacher, student)
         vocab = student.blueprint.vocab
+        self.check_rest(vocab)
         scored = top_logprobs(teacher, batches, self.top_k, temperature=self.temperature)
         return [
             batch.with_fields(
@@ -83,6 +85,14 @@ class Distill:
             )
             for batch, top in zip(batches, scored, strict=True)
         ]  # fmt: skip
+
+    def check_rest(self, vocab: int) -> None:
+        """Refuse a K that leaves the student no other word."""
+        if self.rest == "bucket" and self.top_k >= vocab:
+            raise ConfigError(
+                f"distill.top_k={self.top_k} leaves no other words of the student's {vocab:,}; take fewer, or "
+                'rest="renormalise"'
+            )
 
     def __call__(self, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Result:
         if LOGPROBS not in fields:
@@ -92,7 +102,8 @@ class Distill:
             )
         student_TK, is_word_TK = scores["word_logprobs"], fields[IDS] >= 0
         teacher_TK = fields[LOGPROBS].to(student_TK.dtype)
-        kl_T = divergence(teacher_TK, student_TK, is_word_TK, kind=self.kind, rest=self.rest)
+        rest_T = scores["rest_logprobs"] if self.rest == "bucket" else None
+        kl_T = divergence(teacher_TK, student_TK, is_word_TK, rest_T, kind=self.kind)
         cross_entropy_T = -scores["logprobs"]
         terms_T = self.alpha * self.temperature**2 * kl_T
         if self.alpha < 1:
@@ -103,36 +114,37 @@ class Distill:
 
 
 def divergence(
-    teacher_TK: Tensor, student_TK: Tensor, is_word_TK: Tensor, *, kind: str = "forward", rest: str = "bucket"
+    teacher_TK: Tensor, student_TK: Tensor, is_word_TK: Tensor, student_rest_T: Tensor | None, *, kind: str = "forward"
 ) -> Tensor:
     """Return the KL divergence of two distributions over K words of each token, from their log-probabilities. -> `[T]`
 
-    `is_word_TK`: which of the K are words. `kind` and `rest`: as in `Distill`.
+    `is_word_TK`: which of the K are words. `student_rest_T`: the student's log-probability of all other words, which
+    count as one more word; with None the shares of the K words are compared. `kind`: as in `Distill`.
     """
-    logs = [each.masked_fill(~is_word_TK, 0.0) for each in (teacher_TK, student_TK)]
-    totals = [each.masked_fill(~is_word_TK, -math.inf).logsumexp(-1, keepdim=True) for each in logs]
-    if rest == "renormalise":
-        logs = [each - total for each, total in zip(logs, totals, strict=True)]
+    teacher, student = (each.masked_fill(~is_word_TK, 0.0) for each in (teacher_TK, student_TK))
+    if student_rest_T is None:
+        teacher, student = (each - _log_total(each, is_word_TK) for each in (teacher, student))
     else:
-        logs = [torch.cat([each, _log_rest(total)], -1) for each, total in zip(logs, totals, strict=True)]
+        teacher = torch.cat([teacher, _log_rest(_log_total(teacher, is_word_TK))], -1)
+        student = torch.cat([student, student_rest_T[:, None]], -1)
         is_word_TK = torch.cat([is_word_TK, is_word_TK.new_ones(len(is_word_TK), 1)], -1)
-    teacher, student = logs
     weight, distance = (teacher, teacher - student) if kind == "forward" else (student, student - teacher)
     return (weight.exp() * distance).masked_fill(~is_word_TK, 0.0).sum(-1)
 
 
+def _log_total(logprobs_TK: Tensor, is_word_TK: Tensor) -> Tensor:
+    return logprobs_TK.masked_fill(~is_word_TK, -math.inf).logsumexp(-1, keepdim=True)
+
+
 def _log_rest(log_total: Tensor) -> Tensor:
-    """Return log(1 - exp(log_total)), the log-probability of all other words.
+    """Return log(1 - exp(log_total)), the teacher's log-probability of all other words, which has no gradient.
 
     `expm1` keeps digits where the total is near 1, `log1p` where it is small. A total that rounds to 1 or above, as of
-    stored float16, has the rest that the dtype can still resolve, and no gradient.
+    stored float16, has the rest that the dtype can still resolve.
     """
-    limit = -torch.finfo(log_total.dtype).eps
-    log_total = log_total.clamp(max=limit)
-    is_near_1 = log_total > -math.log(2)
-    # Both branches get values that they can take: the gradient of the other one would be 0 * inf.
-    near = (-torch.expm1(log_total.where(is_near_1, limit))).log()
-    return near.where(is_near_1, torch.log1p(-log_total.masked_fill(is_near_1, -math.inf).exp()))
+    log_total = log_total.clamp(max=-torch.finfo(log_total.dtype).eps)
+    near_1, small = (-torch.expm1(log_total)).log(), torch.log1p(-log_total.exp())
+    return near_1.where(log_total > -math.log(2), small)
 
 
 def check_vocabularies(teacher: Model, student: Model) -> None:

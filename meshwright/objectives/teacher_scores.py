@@ -8,6 +8,7 @@ predicts at token t. docs/distillation.md has the format for other programs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -20,17 +21,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..axes import DENSE
 from ..data import Batch
 from ..engine import Model, top_logprobs
-from ..errors import BrokenFile, ConfigError, DataError
+from ..errors import BrokenFile, ConfigError, DataError, RankError
+from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..weights import read_header, read_json
+from ..weights import open_source, read_header, read_json
 from .distillation import IDS, LOGPROBS, Distill
 
 ABOUT = "teacher.json"
 FORMAT = 1
 _IDS, _LOGPROBS = ".ids", ".logprobs"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_BLOCK = part_size(__name__, "_BLOCK", 64 << 20, small=1000)  # bytes of a weight file that one rank hashes at a time
 _FILE_BYTES = part_size(__name__, "_FILE_BYTES", 256 << 20, small=1500)  # after which a writer begins another file
 
 
@@ -39,18 +43,32 @@ def document_key(tokens: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tokens.cpu().to(torch.int32).contiguous().numpy().astype("<i4").tobytes())
 
 
-def weights_fingerprint(directory: Path | str) -> str:
-    """Return a checksum of the weights of a Hugging Face directory: of config.json and of all safetensors files."""
-    path, digest = Path(directory), xxhash.xxh3_128()
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise DataError(f"{path} holds no safetensors files; give the directory of the teacher")
-    for file in (path / "config.json", *files):
-        digest.update(file.name.encode())
-        with file.open("rb") as opened:
-            while part := opened.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()
+def weights_fingerprint(directory: Path | str, mesh: Mesh | None = None) -> str:
+    """Return a checksum of the weights of a Hugging Face directory: of config.json and of all weight files.
+
+    With a mesh its ranks share the reading, and all of them call it.
+    """
+    path = Path(directory)
+    files = ["config.json", *sorted(open_source(path).files)]
+    blocks = [(file, at) for file in files for at in range(0, (path / file).stat().st_size, _BLOCK)]
+    if mesh is None:
+        parts = [_digests(path, blocks)]
+    else:
+        read = lambda: _digests(path, blocks[mesh.rank :: mesh.axes.world])  # noqa: E731 - short
+        own = mesh.together(read, f"reading the weights in {path}", RankError, "no checksum was made: ")
+        parts = mesh.gather_objects(own, DENSE)
+    everywhere = {key: value for part in parts for key, value in part.items()}
+    return hashlib.sha256(repr(sorted(everywhere.items())).encode()).hexdigest()[:32]
+
+
+def _digests(directory: Path, blocks: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """Return the checksums of blocks of files."""
+    digests = {}
+    for file, at in blocks:
+        with (directory / file).open("rb") as data:
+            data.seek(at)
+            digests[file, at] = xxhash.xxh3_128_hexdigest(data.read(_BLOCK))
+    return digests
 
 
 class TeacherScoresWriter:
@@ -59,7 +77,8 @@ class TeacherScoresWriter:
     >>> with TeacherScoresWriter(directory, objective, model, teacher=weights_fingerprint(path)) as writer:
     ...     writer.score(batches)                                   # doctest: +SKIP
 
-    It goes on in a directory that has scores of the same teacher, temperature and K, and skips documents that it has.
+    It goes on in a directory that has scores of the same teacher, temperature and K, and skips documents that it has:
+    the teacher does not run for batches without others.
     """
 
     def __init__(
@@ -91,24 +110,34 @@ class TeacherScoresWriter:
         return not any(self.mesh.coords[axis] for axis in ("cp", "tp", "pp"))
 
     def score(self, batches: Sequence[Batch]) -> None:
-        """Ask the teacher, and keep what it says of each document."""
+        """Ask the teacher about documents that lack, and keep what it says of each."""
+        at, what = "keeping teacher scores", "scores were not written: "
+        own = self.mesh.together(lambda: self._lacking(batches), at, DataError, what)
+        lacking = {key for keys in self.mesh.gather_objects(own, ("replicate", "fsdp")) for key in keys}
+        if not lacking:
+            return
         scored = top_logprobs(self.model, batches, self.objective.top_k, temperature=self.objective.temperature)
 
         def add() -> None:
-            for batch, top in zip(batches, scored, strict=True):
-                _refuse_pictures(batch)
-                if self._writes:
-                    self._add(batch, top)
+            for batch, top in zip(batches, scored, strict=True) if self._writes else ():
+                self._add(batch, top, own)
 
         # A full disk of one rank ends the scoring on all.
-        self.mesh.together(add, "keeping teacher scores", DataError, "scores were not written: ")
+        self.mesh.together(add, at, DataError, what)
+        self._known |= lacking
 
-    def _add(self, batch: Batch, top: Mapping[str, Tensor]) -> None:
+    def _lacking(self, batches: Sequence[Batch]) -> set[str]:
+        """Return the keys of this data rank's documents without scores."""
+        for batch in batches:
+            _refuse_pictures(batch)
+        return {document_key(tokens) for batch in batches for tokens in batch.split(batch.tokens)} - self._known
+
+    def _add(self, batch: Batch, top: Mapping[str, Tensor], lacking: set[str]) -> None:
         of_documents = (batch.split(x.cpu()) for x in (batch.tokens, top["ids"], top["logprobs"]))
         for tokens, ids, logprobs in zip(*of_documents, strict=True):
             key = document_key(tokens)
-            if key not in self._known:
-                self._known.add(key)
+            if key in lacking:
+                lacking.remove(key)
                 self._tensors[key + _IDS] = ids.to(torch.int32).contiguous()
                 self._tensors[key + _LOGPROBS] = logprobs.to(_DTYPES[self.dtype]).contiguous()
                 self._num_bytes += self._tensors[key + _IDS].nbytes + self._tensors[key + _LOGPROBS].nbytes
@@ -189,6 +218,7 @@ class TeacherScores:
     def add_to(self, batch: Batch, vocab: int) -> Batch:
         """Return a batch with the fields that `Distill.loss` reads. `vocab`: of the student; other words become -1."""
         _refuse_pictures(batch)
+        self.objective.check_rest(vocab)
         if not batch.num_documents:
             none = torch.full((len(batch), self.objective.top_k), -1, device=batch.tokens.device)
             return batch.with_fields(**{IDS: none, LOGPROBS: torch.zeros_like(none, dtype=torch.float32)})
@@ -212,8 +242,8 @@ def _check_same(file: Path, about: Mapping[str, object], wanted: Mapping[str, ob
     for name, value in wanted.items():
         if about.get(name) != value:
             raise ConfigError(
-                f"{file} says {name}={about.get(name)!r}, and {value!r} is wanted; choose another directory, or score "
-                "again"
+                f"{file} says {name}={about.get(name)!r}, and {value!r} is wanted; choose another directory, or remove "
+                "this one and score again"
             )
 
 

@@ -51,10 +51,11 @@ class Kind(NamedTuple):
 
 class Words(NamedTuple):
     """Words of each token whose logits are asked for: indices in a slice of the vocabulary. Another index, such as -1,
-    is no word of it."""
+    is no word of it. `rest`: whether the logsumexp of all other words is asked for too."""
 
     ids_TK: Tensor
     temperature: float = 1.0
+    rest: bool = False
 
 
 def token_stats(
@@ -77,7 +78,8 @@ def word_stats(
     """Reduce each token's logits over these V words to the numbers of `token_stats`, and K + 1 more. -> stats_TS
 
     These are the logsumexp of the logits over the temperature of the words, and the logit of each given word over it, 0
-    where it is not one of 0..V-1. Both temperatures share one product with the weight.
+    where it is not one of 0..V-1. Both temperatures share one product with the weight. With `words.rest` the last
+    number is the logsumexp of all words that are not given, the least number of the dtype if there is none.
     """
     return _TokenStats.apply(x_TD, weight_VD, labels_T, _chunk(x_TD, weight_VD), Kind(entropy, temperature), words)
 
@@ -125,11 +127,15 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + neg_entropy_NT)).sum(0)
 
 
-def combine_word_stats(stats_NTS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def combine_word_stats(stats_NTS: Tensor, num_words: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Combine the stats of `word_stats`. -> (log-probability of the label, entropy, log-probabilities of the words `[T,
-    K]`). Words that are in no slice get -logsumexp, and must be masked."""
-    lse_NT1, logit_NTK = stats_NTS[..., 3:4], stats_NTS[..., 4:]
-    return *combine_stats(stats_NTS[..., :3]), logit_NTK.sum(0) - lse_NT1.logsumexp(0)
+    K]`, and that of all other words `[T, 1]`, or `[T, 0]` if `words.rest` did not ask for it).
+
+    `num_words`: K. Words that are in no slice get -logsumexp, and must be masked.
+    """
+    lse_NT1, logit_NTK, rest_NTR = stats_NTS[..., 3:].tensor_split([1, 1 + num_words], -1)
+    lse_T1 = lse_NT1.logsumexp(0)
+    return *combine_stats(stats_NTS[..., :3]), logit_NTK.sum(0) - lse_T1, rest_NTR.logsumexp(0) - lse_T1
 
 
 def combine_top_words(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +165,7 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind, words: Words | None
     ) -> Tensor:  # fmt: skip
         ids_TK = labels_T.new_empty(len(labels_T), 0) if words is None else words.ids_TK
-        columns = 3 if words is None else 4 + ids_TK.shape[1]
+        columns = 3 if words is None else 4 + ids_TK.shape[1] + words.rest
         stats_TS = x_TD.new_zeros(x_TD.shape[0], columns, dtype=at_least_float32(x_TD))
         ctx.by_kernel = words is None and _has_kernel(x_TD, len(weight_VD))
         ctx.last, last, ctx.keeps_probs = None, (len(x_TD) - 1) // chunk, not kind.entropy and words is None
@@ -173,9 +179,10 @@ class _TokenStats(torch.autograd.Function):
             stats[:, :3].copy_(_stats(ctx.last, labels, kind, into_probs=i == last and ctx.keeps_probs))
             if words is not None:
                 same = words.temperature == kind.temperature
-                stats[:, 3:].copy_(_word_stats(ctx.last, ids, words.temperature, stats[:, :1] if same else None))
+                stats[:, 3:].copy_(_word_stats(ctx.last, words._replace(ids_TK=ids), stats[:, :1] if same else None))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_TS, ids_TK)
         ctx.chunk, ctx.kind, ctx.word_temperature = chunk, kind, 1.0 if words is None else words.temperature
+        ctx.rest = words is not None and words.rest
         return stats_TS
 
     @staticmethod
@@ -199,7 +206,8 @@ class _TokenStats(torch.autograd.Function):
             if ctx.by_kernel:
                 _overwrite_by_kernel(*of_rows, ctx.kind)
             elif stats_TS.shape[1] > 3:
-                _overwrite_with_word_gradient(*of_rows, Words(ids_TK[rows], ctx.word_temperature), ctx.kind)
+                words = Words(ids_TK[rows], ctx.word_temperature, ctx.rest)
+                _overwrite_with_word_gradient(*of_rows, words, ctx.kind)
             else:
                 _overwrite_with_gradient(*of_rows, ctx.kind, are_probs)
             if dx_TD is not None:
@@ -424,31 +432,53 @@ def _logsumexp(logits_TV: Tensor, kind: Kind) -> Tensor:
     return largest_T1 + sum_T1.log()
 
 
-def _word_stats(logits_TV: Tensor, ids_TK: Tensor, temperature: float, lse_T1: Tensor | None) -> Tensor:
-    """Return the logsumexp, if it is not known, and the logits of given words, over the temperature."""
-    is_local_TK, index_TK = _local_words(ids_TK, logits_TV.shape[1])
-    logit_TK = _tempered(logits_TV.gather(-1, index_TK), temperature).masked_fill(~is_local_TK, 0.0)
-    lse_T1 = _logsumexp(logits_TV, Kind(False, temperature)) if lse_T1 is None else lse_T1
-    return torch.cat([lse_T1, logit_TK], dim=-1)
+def _word_stats(logits_TV: Tensor, words: Words, lse_T1: Tensor | None) -> Tensor:
+    """Return the logsumexp, which may be known, the logits of given words, and with `words.rest` the logsumexp of all
+    others, over the temperature."""
+    is_local_TK, index_TK = _local_words(words.ids_TK, logits_TV.shape[1])
+    logit_TK = _tempered(logits_TV.gather(-1, index_TK), words.temperature).masked_fill(~is_local_TK, 0.0)
+    lse_T1 = _logsumexp(logits_TV, Kind(False, words.temperature)) if lse_T1 is None else lse_T1
+    if not words.rest:
+        return torch.cat([lse_T1, logit_TK], dim=-1)
+    others = (_without_words(rows_TV, ids, words.temperature) for rows_TV, ids in _row_blocks(logits_TV, words.ids_TK))
+    rest_T1 = torch.cat([rows_TV.logsumexp(-1, keepdim=True) for rows_TV in others])
+    # A finite number even where no other word is left: backward subtracts it from -inf.
+    return torch.cat([lse_T1, logit_TK, rest_T1.clamp(min=torch.finfo(rest_T1.dtype).min)], dim=-1)
+
+
+def _without_words(rows_TV: Tensor, ids_TK: Tensor, temperature: float) -> Tensor:
+    """Return a copy of logits over the temperature, with -inf at the given words.
+
+    1 - sum of p(word) has no digits left in float32 where the words have almost all, so they leave before the sum.
+    """
+    is_local_TK, index_TK = _local_words(ids_TK, rows_TV.shape[1])
+    few = _tempered(rows_TV, temperature)
+    nothing_TK = few.new_zeros(index_TK.shape)  # added to the logit at index 0, for words of another slice
+    return few.scatter_add(-1, index_TK, nothing_TK.masked_fill(is_local_TK, -torch.inf))
 
 
 def _overwrite_with_word_gradient(
     block_TV: Tensor, stats_TS: Tensor, d_TS: Tensor, labels_T: Tensor, words: Words, kind: Kind
 ) -> None:
-    """Overwrite logits with their gradient: a softmax for each temperature, and addends at the label and at the words.
+    """Overwrite logits with their gradient: a softmax for each temperature, one of all other words, and addends at the
+    label and at the words.
 
     They are summed before they are rounded to the dtype of the block. A word may be the label, or come twice.
     """
+    num = words.ids_TK.shape[1]
     for rows_TV, stats, d_stats, labels, ids in _row_blocks(block_TV, stats_TS, d_TS, labels_T[:, None], words.ids_TK):
-        d_own, d_lse_T1, d_words = d_stats[:, :3].clone(), d_stats[:, 3:4], d_stats[:, 4:]
-        of_words = None
+        d_own, d_lse_T1, d_words = d_stats[:, :3].clone(), d_stats[:, 3:4], d_stats[:, 4 : 4 + num]
+        of_words = of_rest = None
+        if words.rest:
+            of_rest = (_without_words(rows_TV, ids, words.temperature) - stats[:, -1:]).exp_().mul_(d_stats[:, -1:])
         if words.temperature == kind.temperature:
             d_own[:, :1] += d_lse_T1
         else:
             of_words = (_tempered(rows_TV, words.temperature) - stats[:, 3:4]).exp_().mul_(d_lse_T1)
         few = _logit_gradient(_tempered(rows_TV, kind.temperature), stats[:, :3], d_own, kind.entropy)
-        if of_words is not None:
-            few += of_words
+        for more in (of_words, of_rest):
+            if more is not None:
+                few += more
         for given_TK, d_TK in ((labels, d_own[:, 1:2]), (ids, d_words)):
             is_local_TK, index_TK = _local_words(given_TK, rows_TV.shape[1])
             few.scatter_add_(-1, index_TK, d_TK.masked_fill(~is_local_TK, 0.0))

@@ -79,6 +79,7 @@ def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
     if at.suffix == ".json" and at.name != CONFIG and not exists(at, Path.is_dir):
         return _of_config_alone(at, recipe, weights)
     directory, from_hub = _located(model, weights, say)
+    peft_files.check_has_base(directory)
     has_weights = any(directory.glob("*.safetensors"))
     if weights and not has_weights:
         raise ConfigError(f"{directory} has no *.safetensors; give a directory that does")

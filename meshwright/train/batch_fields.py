@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..data import Batch
-from ..engine import Model, load
+from ..engine import Model
 from ..errors import DataError
 from ..mesh import Mesh
-from ..objectives import Distill, Rerank, TeacherScores
+from ..objectives import Distill, Rerank, TeacherScores, weights_fingerprint
 from ..objectives.distillation import check_vocabularies
 from ..weights import local_directory, path_of
 from .config import Config
-from .data_sources import RowReader, answer_ids, check_tokenizers
-from .reference_scores import weights_checksum
+from .data_sources import RowReader, TrainingData, answer_ids, check_tokenizers
+from .teacher_files import TeacherFiles, check_no_pictures, teacher_of
 
 Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 
@@ -29,19 +28,28 @@ class BatchFields:
     def __init__(self, config: Config, mesh: Mesh, directory: Path) -> None:
         self.key, self._teacher, self._scores, self._answers = "", None, None, (0, 0)
         self._objective = objective = config.objective_options
-        section = config.distill
-        if isinstance(objective, Distill) and section is not None and section.scores:
+        section, self._files = config.distill, None
+        if isinstance(objective, Distill) and section is not None and section.teacher and section.scores:
+            self._files = TeacherFiles(config, objective, mesh, directory)
+            self.key = self._files.key
+        elif isinstance(objective, Distill) and section is not None and section.scores:
             read = lambda: TeacherScores(path_of(section.scores), objective)  # noqa: E731 - short
             self._scores = mesh.together(read, "the scores of the teacher", DataError, "distill.scores: ")
             self.key = str(self._scores.about["teacher"])
         elif isinstance(objective, Distill) and section is not None:
-            # A teacher has the layout of the student, and runs as its files have it: nothing is trained or quantised.
-            recipe = replace(config.recipe, train=(), lora=None, mtp="carried", frozen=None, fp8=None, fp8_skip=())
             teacher = local_directory(section.teacher, mesh)
             check_tokenizers(teacher, directory, "distill.teacher")
-            self._teacher, self.key = load(teacher, mesh, **vars(recipe)), weights_checksum(teacher, mesh)
+            self._teacher, self.key = teacher_of(config, teacher, mesh), weights_fingerprint(teacher, mesh)
         elif isinstance(objective, Rerank):
             self._answers = answer_ids(RowReader.of(config, directory, path_of(config.cache)))
+
+    def score(self, sets: Sequence[TrainingData]) -> None:
+        """Compute the scores of a teacher that the run keeps in files and lacks, before the model is loaded. The
+        teacher is freed after it. Collective."""
+        if self._scores is not None or self._files is not None:
+            check_no_pictures(sets)
+        if self._files is not None:
+            self._scores = self._files.scored(sets)
 
     def of(self, model: Model) -> Prepare:
         """Return the function that adds them, for a model. It is collective for a teacher on the mesh."""

@@ -326,13 +326,12 @@ def _unread(source: SourceSection, objective: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_teacher(config: Config) -> Mistakes:
-    """Require one teacher of a distillation."""
+    """Require a teacher of a distillation, or its scores."""
     section = config.distill
-    if section is not None and bool(section.teacher) == bool(section.scores):
-        given = "both say" if section.teacher else "neither says"
+    if section is not None and not section.teacher and not section.scores:
         yield (
             ("distill", "teacher"),
-            f"teacher and scores: {given} where the teacher's words come from; set one of them",
+            "neither teacher nor scores says where the teacher's words come from; set one of them, or both",
         )
 
 

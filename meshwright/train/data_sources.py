@@ -113,6 +113,16 @@ class RowReader:
             raise ConfigError(f"config.json of {self.directory} names no classes; set labels of [classify]")
         return names
 
+    @property
+    def names_of_classes(self) -> dict[int, str]:
+        """The names of the labels that documents have at their last token, by label; empty if they have none."""
+        match self.objective:
+            case Classify():
+                return dict(enumerate(self.label_names))
+            case Rerank() as each:
+                return dict(zip(answer_ids(self), each.answers, strict=True))
+        return {}
+
     def processor(self, section: SourceSection) -> Processor | None:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
         if not self.tower or section.kind != "chat":

@@ -17,8 +17,11 @@ from rich.text import Text
 
 from ..data import Documents, Processor, Tokens, View, tokenizer_of
 from ..errors import DataError, counted
+from ..objectives import Distill
+from ..weights import path_of
 from .config import Config
 from .data_sources import TrainingData
+from .teacher_files import check_stored, lacking
 
 _HEAD = ("source", "rows", "documents", "tokens", "trained", "longest")
 _WELL_FILLED = 0.9  # with a smaller part of the streams used by documents, another length is worth a try
@@ -44,9 +47,25 @@ def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingD
         f"{counted(data.num_steps, 'step')} of {train.streams_per_step * plan.length:,} tokens: "
         f"{counted(per_rank, 'micro-batch', 'micro-batches')} on each of {counted(ranks, 'data rank')}",
     ]
+    lines += _teacher_lines(config, data, held_out)
     if used < _WELL_FILLED:
         lines.append("Packing leaves much padding: try another length, or more documents")
     return "\n".join(lines)
+
+
+def _teacher_lines(config: Config, data: TrainingData, held_out: Mapping[str, TrainingData]) -> Iterator[str]:
+    """Yield what a run does that keeps the scores of its teacher. Stored ones that do not fit are refused."""
+    section, objective = config.distill, config.objective_options
+    if section is None or not isinstance(objective, Distill) or not (section.teacher and section.scores):
+        return
+    folder = path_of(section.scores)
+    check_stored(folder, objective)
+    sets = {"the data": data, **{f"held out: {name}": each for name, each in held_out.items()}}
+    lack = [name for name, each in sets.items() if lacking(folder, [each])]
+    if lack:
+        yield f"Scores of the teacher lack for {', '.join(lack)}: computed before training, and kept in {folder}"
+    else:
+        yield f"Scores of the teacher: all are in {folder}; the teacher is not loaded"
 
 
 def _row(cells: Sequence[object], last: str) -> str:
@@ -72,12 +91,17 @@ def _source_lines(name: str, data: TrainingData, number: int, last: str) -> Iter
         yield f"  unused fields: {', '.join(documents.unused)}"
 
 
-def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
-    """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text."""
+def shown(
+    data: TrainingData, directory: Path, num: int, names: Mapping[int, str] | None = None
+) -> Iterator[Text]:  # fmt: skip
+    """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text.
+
+    `names`: of the labels at last tokens.
+    """
     spell = _speller(directory)
     for documents in data.documents:
         for number in np.linspace(0, len(documents) - 1, min(num, len(documents))).astype(int).tolist():
-            yield _document(documents, number, spell)
+            yield _document(documents, number, spell, names or {})
             yield from (Text(f"  {_view(view, data.processor)}") for view in documents.tokens(number).views)
 
 
@@ -105,7 +129,9 @@ def _short(text: str) -> str:
     return _REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
 
 
-def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:
+def _document(
+    documents: Documents, number: int, spell: Callable[[Tokens, int, int], str], names: Mapping[int, str]
+) -> Text:
     """Format a document with its trained spans in green and brackets, below the place of its row in the file.
 
     Documents that belong together, such as both answers of a pair, follow each other, each with a line of its own.
@@ -113,7 +139,7 @@ def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, i
     document = documents.tokens(number)
     what = f"{document.num_targets} trained" if not document.classes else "a label at the end of each document"
     text = Text(f"{documents.place(number)}: {counted(len(document), 'token')}, {what}\n", style="bold")
-    ends, labels = [*accumulate(document.sizes)], [f" -> [{label}]" for label in document.classes]
+    ends, labels = [*accumulate(document.sizes)], [f" -> [{names.get(label, label)}]" for label in document.classes]
     for part, (end, size) in enumerate(zip(ends, document.sizes, strict=True), 1):
         if len(ends) > 1:
             text.append(f"document {part} of {len(ends)}:\n", style="bold")

@@ -19,16 +19,15 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ..axes import DENSE
 from ..data import Documents, Feed, Plan, Processor, source_of
 from ..engine import LossDocuments, Model, load, logprobs
 from ..errors import DataError, RankError, counted
 from ..log import logger, progress
 from ..mesh import Mesh
-from ..objectives import REFERENCE
+from ..objectives import REFERENCE, weights_fingerprint
 from ..ops.part_sizes import part_size
 from ..recipe import Recipe
-from ..weights import local_directory, open_source
+from ..weights import local_directory
 from .config import Config
 from .data_sources import TrainingData, check_tokenizers, model_directory
 
@@ -36,7 +35,6 @@ Scores = NDArray[np.float64]  # [rows of the data, documents of a row]; NaN wher
 
 _VERSION = 1
 _CHUNK = part_size(__name__, "_CHUNK", 256, small=3)  # streams
-_BLOCK = part_size(__name__, "_BLOCK", 64 << 20, small=1000)  # bytes of a weight file that one rank hashes at a time
 _DIGEST_BYTES = 16
 
 
@@ -59,7 +57,7 @@ class Reference:
             recipe = replace(recipe, frozen=None)
         elif config.lora is None and recipe.frozen is not None:
             recipe = replace(recipe, train=config.recipe.train)  # which matrices stay in 4 bits
-        return cls(directory, recipe, weights_checksum(directory, mesh))
+        return cls(directory, recipe, weights_fingerprint(directory, mesh))
 
     @property
     def key(self) -> str:
@@ -76,23 +74,6 @@ class Reference:
 def _named(config: Config) -> str:
     """Return the reference that a run file names, empty for the model itself."""
     return "" if config.dpo is None else config.dpo.reference
-
-
-def weights_checksum(directory: Path, mesh: Mesh) -> str:
-    """Return a checksum of config and weight files. The ranks share the reading. Collective."""
-    files = ["config.json", *sorted(open_source(directory).files)]
-    blocks = [(file, at) for file in files for at in range(0, (directory / file).stat().st_size, _BLOCK)]
-    own, failure = dict[tuple[str, int], str](), None
-    try:
-        for file, at in blocks[mesh.rank :: mesh.axes.world]:
-            with (directory / file).open("rb") as data:
-                data.seek(at)
-                own[file, at] = xxhash.xxh3_128_hexdigest(data.read(_BLOCK))
-    except OSError as error:
-        failure = error
-    mesh.all_or_none(failure, f"reading the weights of the reference model in {directory}", RankError)
-    everywhere = {key: value for part in mesh.gather_objects(own, DENSE) for key, value in part.items()}
-    return hashlib.sha256(repr(sorted(everywhere.items())).encode()).hexdigest()[:32]
 
 
 class ReferenceScores:

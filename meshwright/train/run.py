@@ -92,6 +92,7 @@ class Trainer:
         fields = BatchFields(config, mesh, directory)
         check_reference(config, mesh, reference.key or fields.key)  # before hours of scoring
         reference.score_named()
+        fields.score([self.data, *held_out.values()])
         self.model = load(config.model, mesh, **vars(config.recipe))
         if isinstance(config.objective_options, Embedding):
             asked = config.objective_options

@@ -28,6 +28,8 @@ from torch import Tensor
 from ..errors import LoadError
 from ..recipe import Lora
 from ..sharding import Param, Piece
+from .keymap import ADAPTERS
+from .source import CONFIG
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -47,6 +49,21 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     # PiSSA, OLoRA, CorDA and LoftQ change the base when they begin; added to the plain base, B A means nothing.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }  # fmt: skip
+
+
+def check_has_base(directory: Path) -> None:
+    """Refuse a directory with adapters alone, as a model: a checkpoint of a run with LoRA, or PEFT's files."""
+    of_run, is_peft = (directory / ADAPTERS).is_file(), (directory / CONFIG_FILE).is_file()
+    if not of_run and (not is_peft or (directory / CONFIG).is_file()):
+        return
+    what = "a checkpoint of adapters (LoRA)" if of_run else "a directory of adapters (PEFT)"
+    files = directory if is_peft else "OUT/adapter of its run"
+    resumed = "; mw.resume(engine, directory) of that base with the same lora= resumes" if of_run else ""
+    raise LoadError(
+        f"{directory} is {what} and holds no base; to train on, give the base as the model and lora.path={files}; for "
+        "a whole model, merge first: OUT/export of a run with merged = true in [save], or mw.export(merge=True)"
+        f"{resumed}"
+    )
 
 
 @dataclass(frozen=True)

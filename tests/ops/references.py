@@ -163,14 +163,20 @@ def token_stats(x, weight, labels):
 
 
 def word_stats(x, weight, labels, ids, temperature, word_temperature):
-    """The numbers of `token_stats`, the logsumexp at the temperature of the words, and the logit of each word."""
+    """The numbers of `token_stats`, the logsumexp at the temperature of the words, the logit of each word, and the
+    logsumexp of all other words."""
     logits = x @ weight.T / word_temperature
     of_words = [
         torch.stack([row[i] if 0 <= i < len(weight) else row[0] * 0 for i in own])
         for row, own in zip(logits, ids, strict=True)
     ]
     lse = logits.exp().sum(-1, keepdim=True).log()
-    return torch.cat([token_stats(x, weight / temperature, labels), lse, torch.stack(of_words)], dim=-1)
+    rest = [
+        torch.stack([row[i] for i in range(len(weight)) if i not in own]).exp().sum().log()
+        for row, own in zip(logits, ids.tolist(), strict=True)
+    ]
+    columns = [token_stats(x, weight / temperature, labels), lse, torch.stack(of_words), torch.stack(rest)[:, None]]
+    return torch.cat(columns, dim=-1)
 
 
 # What 8 bits (E4M3) can be: a sign, four bits of exponent and three of fraction; no infinities, and zero twice.

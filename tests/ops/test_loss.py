@@ -83,33 +83,66 @@ def test_given_words(monkeypatch, entropy, temperature, of_words):
     """In chunks of 4 tokens, with 2 rows widened at a time."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)
-    columns = [n for n in range(8) if entropy or n != 2]
+    columns = [n for n in range(9) if entropy or n != 2]
     compare(
-        lambda x, w: word_stats(x, w, LABELS, Words(IDS, of_words), entropy, temperature)[:, columns],
+        lambda x, w: word_stats(x, w, LABELS, Words(IDS, of_words, rest=True), entropy, temperature)[:, columns],
         lambda x, w: references.word_stats(x, w, LABELS, IDS, temperature, of_words)[:, columns],
         [rand(11, 4), rand(7, 4, seed=1)],
     )
-    largest = word_stats(rand(11, 4), rand(7, 4, seed=1), LABELS, Words(IDS, of_words), False, temperature)[:, 2]
-    assert torch.allclose(largest, (rand(11, 4) @ rand(7, 4, seed=1).T / temperature).amax(1), rtol=1e-12)
+    without = word_stats(rand(11, 4), rand(7, 4, seed=1), LABELS, Words(IDS, of_words), False, temperature)
+    assert torch.allclose(without[:, 2], (rand(11, 4) @ rand(7, 4, seed=1).T / temperature).amax(1), rtol=1e-12)
+    assert without.shape[1] == 8
 
 
 @pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
 def test_given_words_of_slices(monkeypatch, cuts):
+    """A slice may have no word that is not given."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     starts, labels = [sum(cuts[:i]) for i in range(len(cuts))], LABELS % 7
 
     def ours(x, weight):
         parts = zip(weight.split(cuts), starts, strict=True)
-        stats = [word_stats(x, part, labels - start, Words(IDS - start, 2.0)) for part, start in parts]
-        logprobs, _, of_words = combine_word_stats(torch.stack(stats))
-        return torch.cat([logprobs[:, None], of_words.masked_fill((IDS < 0) | (IDS > 6), 0.0)], 1)
+        stats = [word_stats(x, part, labels - start, Words(IDS - start, 2.0, rest=True)) for part, start in parts]
+        logprobs, _, of_words, rest = combine_word_stats(torch.stack(stats), 4)
+        return torch.cat([logprobs[:, None], of_words.masked_fill((IDS < 0) | (IDS > 6), 0.0), rest], 1)
 
     def reference(x, weight):
-        logs = (x @ weight.T / 2.0).log_softmax(-1).gather(1, IDS.clamp(0, 6))
+        all_logs = (x @ weight.T / 2.0).log_softmax(-1)
+        logs = all_logs.gather(1, IDS.clamp(0, 6)).masked_fill((IDS < 0) | (IDS > 6), 0.0)
         logprobs = (x @ weight.T).log_softmax(-1).gather(1, labels[:, None])
-        return torch.cat([logprobs, logs.masked_fill((IDS < 0) | (IDS > 6), 0.0)], 1)
+        is_given = (IDS[:, :, None] == torch.arange(7)).any(1)
+        return torch.cat([logprobs, logs, all_logs.masked_fill(is_given, -torch.inf).logsumexp(-1, keepdim=True)], 1)
 
     compare(ours, reference, [rand(11, 4), rand(7, 4, seed=1)])
+
+
+@pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
+@pytest.mark.parametrize("distance", [21.0, 60.0])
+def test_all_other_words_of_a_sure_model(distance, cuts):
+    """The given words have all but 1e-9, or 1e-26, in float32. Value and gradient are those of float64."""
+    ids, starts = torch.tensor([[0, 3]]).repeat(9, 1), [sum(cuts[:i]) for i in range(len(cuts))]
+    weight = torch.cat([rand(7, 4, seed=1, grad=False), -distance / 2 * torch.ones(7, 1)], 1)
+    weight[[0, 3], 4] *= -1
+    x = torch.cat([rand(9, 4, grad=False), torch.ones(9, 1)], 1)
+
+    def differentiated(dtype):
+        inputs = [each.to(dtype).requires_grad_() for each in (x, weight)]
+        parts = zip(inputs[1].split(cuts), starts, strict=True)
+        stats = [word_stats(inputs[0], part, ids[:, 0] - at, Words(ids - at, rest=True)) for part, at in parts]
+        rest = combine_word_stats(torch.stack(stats), 2)[3]
+        return [rest, *torch.autograd.grad(rest.sum(), inputs)]
+
+    for got, right in zip(differentiated(torch.float32), differentiated(torch.float64), strict=True):
+        assert (got.double() - right).norm() <= 3e-6 * right.norm()
+
+
+def test_no_other_word_is_finite():
+    """Value and gradients, where all seven words are given."""
+    inputs = [rand(3, 4), rand(7, 4, seed=1)]
+    stats = word_stats(*inputs, torch.tensor([0, 1, 2]), Words(torch.arange(7).repeat(3, 1), rest=True))
+    rest = combine_word_stats(stats[None], 7)[3]
+    assert (rest < -1e300).all()
+    assert all(each.isfinite().all() for each in (rest, *torch.autograd.grad(rest.sum(), inputs)))
 
 
 @pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
@@ -131,8 +164,9 @@ def test_gradients_of_given_words_are_rounded_once(monkeypatch, of_words):
     monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)
 
     def ours(x, w):
-        logprobs, _, given = combine_word_stats(word_stats(x, w, LABELS % 7, Words(IDS % 7, of_words))[None])
-        return logprobs.double() + given.double().square().sum(-1)
+        stats = word_stats(x, w, LABELS % 7, Words(IDS % 7, of_words, rest=True))
+        logprobs, _, given, rest = combine_word_stats(stats[None], 4)
+        return logprobs.double() + given.double().square().sum(-1) + rest[:, 0]
 
     inputs = [rand(11, 4, grad=False).bfloat16().requires_grad_(), rand(7, 4, seed=1, grad=False).requires_grad_()]
     made = differentiate(ours, inputs)
