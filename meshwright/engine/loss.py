@@ -60,10 +60,7 @@ class Loss:
     rest: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError(f"loss={self.function!r} must be a function of scores and fields, such as cross_entropy")
-        if self.per not in PER:
-            raise ConfigError(f"per={self.per!r} is unknown; choose from {', '.join(map(repr, PER))}")
+        self._check_function()
         if not isinstance(self.normalise, bool):
             raise ConfigError(f"normalise={self.normalise!r} must be True or False")
         if self.per == "micro_batch" and self.normalise:
@@ -78,16 +75,23 @@ class Loss:
             raise ConfigError(f"words={self.words!r} must be the name of a field of token ids [tokens, K]")
         if self.word_temperature is not None and not self.words:
             raise ConfigError(f"word_temperature={self.word_temperature!r} has no effect without words=")
+        if not isinstance(self.rest, bool):
+            raise ConfigError(f"rest={self.rest!r} must be True or False")
+        if self.rest and not self.words:
+            raise ConfigError("rest=True has no effect without words=: it is about the words that these leave")
+
+    def _check_function(self) -> None:
+        """Refuse what cannot be called as `per` says."""
+        if not callable(self.function):
+            raise ConfigError(f"loss={self.function!r} must be a function of scores and fields, such as cross_entropy")
+        if self.per not in PER:
+            raise ConfigError(f"per={self.per!r} is unknown; choose from {', '.join(map(repr, PER))}")
         arguments = ("scores", "fields") if self.per == "token" else ("scores", "fields", "docs")
         if not _takes(self.function, len(arguments)):
             raise ConfigError(
                 f"a loss per {self.per} is called as function({', '.join(arguments)}), and {self.name} does not take "
                 f"{len(arguments)} arguments; give it these, or another per="
             )
-        if not isinstance(self.rest, bool):
-            raise ConfigError(f"rest={self.rest!r} must be True or False")
-        if self.rest and not self.words:
-            raise ConfigError("rest=True has no effect without words=: it is about the words that these leave")
 
     @property
     def name(self) -> str:
