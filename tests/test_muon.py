@@ -272,3 +272,17 @@ def refused(source: Path) -> list[str]:
         error_of(engine(train=["*norm*", "embed.*"])),
         error_of(engine(mw.Muon(exclude=("*.routers",)))),
     ]
+
+
+def test_bytes_of_a_step_have_the_dtype_of_the_iteration() -> None:
+    """In bfloat16 both exchanges send half of what they send in float32, and a quarter of float64."""
+    blueprint, axes = Blueprint.of(tiny.of("qwen3_moe"), None, Recipe()), Axes(fsdp=2, tp=2)
+    params = blueprint.spec.params(axes, 1)
+    billed = [
+        sum(
+            c.num_bytes * c.count for c in mw.Muon(matrix_dtype=dtype).charges(params, blueprint.spec.rules, axes, 1, 8)
+        )
+        for dtype in (torch.bfloat16, torch.float32, None)
+    ]
+    assert billed == [billed[0], 2 * billed[0], 4 * billed[0]]
+    assert billed[0] > 0

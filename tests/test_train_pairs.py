@@ -35,7 +35,7 @@ MESHES: list[dict[str, int]] = [
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"sft_weight": 0.1}, "simpo": {}, "reward": {"centre": 0.01}, "classify": {"labels": ["bad", "good", "odd"]},
     "distill": {"top_k": 7, "temperature": 2.0}, "embedding": {"dims": [36, 12], "query_prompt": "Q:"},
-    "rerank": {"answers": ["n", "y"]},
+    "rerank": {"answers": ["n", "y"]}, **({"orpo": {}} if parts.ALL else {}),
 }  # fmt: skip
 
 

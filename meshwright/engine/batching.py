@@ -58,7 +58,8 @@ def batches(
             groups=groups, experts=experts,
         )  # fmt: skip
         sizes = [b - a for a, b in pairwise(whole.bounds)]
-        bins = _bins(_units(whole), sizes, limit, "length" if max_tokens is None else "max_tokens")
+        rounded = f" (rounded down to a multiple of cp*tp={share})" if max_tokens not in (None, limit) else ""
+        bins = _bins(_units(whole), sizes, limit, "length" if max_tokens is None else "max_tokens" + rounded)
         fullest = max(sum(sizes[number] for number in numbers) for numbers in bins)
         size = limit if max_tokens is None else -(-fullest // share) * share
         compared = {"max_tokens of batches()": max_tokens, **_settings_to_compare(whole, limit)}
