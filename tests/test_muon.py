@@ -18,12 +18,13 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.recipe import MemoryOptions, Recipe
 from meshwright.sharding import MatrixPlan, exchanged, weight
-from meshwright.sharding.matrix_owners import matrices_of
+from meshwright.sharding.matrix_owners import boxes_of_matrices
 from meshwright.verify import Data
 from meshwright.verify.file_matrices import indices_of_matrices
 from meshwright.verify.reference import unrounded
+from meshwright.verify.small_data import Vision
 from meshwright.verify.whole_state import whole_state
-from tests import parts, tiny, trials, worlds
+from tests import parts, seeing, tiny, trials, worlds
 from tests.trials import build, error_of
 from tests.words import words
 
@@ -173,6 +174,8 @@ OPTIONS: dict[str, tuple[dict[str, int], mw.Muon, dict[str, Any]]] = {
     "offload": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(offload=True))),
     "recompute": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(recompute="full", gather_once=True))),
     "mtp": (dict(pp=2), FLOAT64, dict(mtp="all")),
+    "more ranks than rows": (dict(fsdp=4), FLOAT64, {}),  # of the router: a rank stores nothing of it
+    "tower": (dict(fsdp=2), replace(FLOAT64, exclude=()), dict(tower=True)),
 }
 
 
@@ -183,7 +186,13 @@ def test_options_hold_every_oracle(source_of: Callable[[str], Path], tmp_path: P
     source = source_of("qwen3_moe")
     if option == "mtp":
         source = tiny.with_mtp(tiny.directory(tmp_path / "m", "qwen3_5_moe"))
+    if option == "more ranks than rows":
+        source = tiny.directory(tmp_path / "m", "qwen3_moe", num_experts=3, num_experts_per_tok=2)
+    if option == "tower":
+        source = seeing.directory(tmp_path / "m", "qwen3_vl", dtype=torch.float32)
     tried = replace(trials.trial(source, mesh), optimizer=optimizer, router_aux="previous").with_options(**recipe)
+    if option == "tower":
+        tried = replace(tried, data=replace(tried.data, vision=Vision(seeing.IMAGE, seeing.VIDEO, 96)))
     assert not trials.reference(tried).notes.findings
     assert trials.findings(tried) == []
 
@@ -236,6 +245,27 @@ def test_a_checkpoint_goes_on_on_another_mesh(source_of: Callable[[str], Path], 
     assert re.search(words("CheckpointError", "no exp_avg_sq", "gate.weight"), error)
 
 
+def goes_on(source: Path, out: Path, optimizer: mw.Optimizer, train: str) -> list[str]:
+    """Save after a step, and resume in another engine; return the state that came back."""
+    for at, step in ((out, mw.save), (out, mw.resume)):
+        engine = build(source, {}, optimizer=optimizer, train=train)
+        if step is mw.save:
+            engine.step(four_batches(engine, 0))
+        step(engine, at)
+    return sorted({name.partition(" ")[0] for name in whole_state(engine)})
+
+
+@pytest.mark.parametrize("optimizer", [mw.AdamW(), mw.Muon()], ids=lambda each: type(each).__name__)
+def test_every_run_resumes_its_own_checkpoint(tmp_path: Path, optimizer: mw.Optimizer) -> None:
+    """Where files store a tied head twice, and where matrices alone are trained."""
+    twice = tiny.directory(tmp_path / "twice", "qwen3_tied", layout="twice")
+    both = ["exp_avg", "exp_avg_sq"]
+    [names] = worlds.run(1, goes_on, twice, tmp_path / "a", optimizer, "**")
+    assert names == both
+    [names] = worlds.run(1, goes_on, twice, tmp_path / "b", optimizer, "*.mlp.*weight")
+    assert names == (both if isinstance(optimizer, mw.AdamW) and not isinstance(optimizer, mw.Muon) else both[:1])
+
+
 def test_muon_takes_over_from_adamw(source_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Its momentum is AdamW's first moment: both are averages with the weight 1 - beta."""
     source = source_of("qwen3_moe")
@@ -251,7 +281,15 @@ def test_what_cannot_be_right_is_refused(source_of: Callable[[str], Path]) -> No
     source = source_of("qwen3_moe")
     with pytest.raises(mw.ConfigError, match=words(r"state_dtype=torch\.uint8", r"torch\.bfloat16")):
         mw.Muon(state_dtype=torch.uint8)
-    for wrong in (dict(momentum=1.0), dict(scale="spectral"), dict(exclude="*.router"), dict(matrix_dtype=torch.int8)):
+    with pytest.raises(mw.ConfigError, match=words(r"momentum=0\.99", r"0\.98")):
+        mw.Muon(momentum=0.99, state_dtype=torch.bfloat16)
+    # In float16 most gradients are too small to be cast before they are normalised.
+    for wrong in (
+        dict(momentum=1.0),
+        dict(scale="spectral"),
+        dict(exclude="*.router"),
+        dict(matrix_dtype=torch.float16),
+    ):
         with pytest.raises(mw.ConfigError, match=words(*wrong)):
             mw.Muon(**wrong)
     errors = worlds.run(1, refused, source)[0]
@@ -260,7 +298,7 @@ def test_what_cannot_be_right_is_refused(source_of: Callable[[str], Path]) -> No
         assert re.search(words("ConfigError", *expected), error)
     declared = weight({"half": 2, "ffn": 6}, {"embed": 5}, key="w", matrices={"half": (1, 2)}).param
     with pytest.raises(mw.LayoutError, match=words("half", "add up")):
-        list(matrices_of(declared))
+        list(boxes_of_matrices(declared))
 
 
 def refused(source: Path) -> list[str]:

@@ -27,6 +27,7 @@ from meshwright.optim import Slices
 from meshwright.plan import Figures, work_of
 from meshwright.plan.terminal import plan_json
 from meshwright.plan.wording import kind
+from meshwright.sharding import Param
 from tests import tiny, trials, worlds
 from tests.test_checkpoint_broken import error_of
 from tests.trials import build, feed
@@ -78,6 +79,30 @@ class Normalised(mw.Optimizer):
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         return weight - lr * grad / (grad.norm() + 1e-3), ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unequal(SGD):
+    """The embedding has one state tensor, all others two."""
+
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "sums")
+
+    def state_names_of(self, param: Param) -> tuple[str, ...]:
+        return self.state_names[:1] if param.name.startswith("embed") else self.state_names
+
+    def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
+        for state in slices.state:
+            torch._foreach_add_(state, slices.grads)
+
+
+def not_updated(source: Path) -> list[str]:
+    engine = build(source, {}, optimizer=Unequal())
+    engine.step(feed(engine))
+    return [name for name, state in engine.optimizer.state.items() if not all(each.any() for each in state)]
+
+
+def test_parameters_may_have_unequal_state(source: Path) -> None:
+    assert worlds.run(1, not_updated, source) == [[]]
 
 
 @pytest.fixture(scope="module")

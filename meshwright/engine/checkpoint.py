@@ -270,7 +270,7 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     check_carried_mtp(model, source.planes[WEIGHTS])
     # Raise for anything that differs before a tensor is overwritten, so that a refused resume leaves a usable model.
     blueprint = _blueprint_of(model, source.planes[WEIGHTS], trainer["head"])
-    planes = state_of(source, engine.optimizer.options)
+    planes = state_of(source, engine.optimizer, engine.trained)
     check_same(engine, source, blueprint, trainer)
     check_same_config(model, blueprint, source.directory, new_config)
     # Optimizer state is read in the form of the checkpoint (8 bits or wide), which may differ from the engine's.
@@ -287,7 +287,7 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     wanted = [RestoreTarget(source.parameters, live, frozenset(blueprint.table.params), frozen_fp8)]
     # One target per state set: weights (from float32 masters, if any), then each tensor of optimizer state.
     has = engine.optimizer.state_names
-    for name, tensors in engine.optimizer.by_name(state).items() if planes else ():
+    for name, tensors in ((name, engine.optimizer.by_name(state)[name]) for name in planes):
         names = {param for param in trained if name in has[param]} | {*names_of_scales(quantised)}
         wanted.append(RestoreTarget(source.planes[name], tensors, frozenset(names)))
     if model.numbers and model.recipe.lora is None:  # on all ranks or none: it is collective

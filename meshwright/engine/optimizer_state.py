@@ -105,13 +105,16 @@ def dtypes_of(model: Model, optimizer: LocalOptimizer, layout: StateLayout) -> d
     }
 
 
-def state_of(source: Checkpoint, optimizer: Optimizer) -> list[str]:
+def state_of(source: Checkpoint, optimizer: LocalOptimizer, trained: Iterable[str]) -> list[str]:
     """Return the state sets of the optimizer in a checkpoint. Refuse those of another optimizer."""
     saved = [name for name in source.planes if name not in disk.PARAMETERS]
-    if {*saved} != {*optimizer.state_names} and (saved or source.trainer["step"]):  # none is saved at step 0
-        has, needs = (", ".join(names) or "nothing" for names in (saved, optimizer.state_names))
+    needed = {state for name in trained for state in optimizer.state_names[name]}
+    known = {*optimizer.options.state_names}
+    if not needed <= {*saved} <= known and (saved or source.trainer["step"]):  # none is saved at step 0
+        has, needs = (", ".join(names) or "nothing" for names in (saved, sorted(needed)))
+        kind = type(optimizer.options).__name__
         raise CheckpointError(
-            f"{source.directory} has the optimizer state {has}, but {type(optimizer).__name__} needs {needs}; give "
+            f"{source.directory} has the optimizer state {has}, but {kind} needs {needs}; give "
             f"mw.Engine the optimizer= that was saved, or start with new state: mw.load({str(source.directory)!r})"
         )
     return saved

@@ -137,7 +137,7 @@ def check_state(
             f"start with new state: mw.load({str(at)!r})"
         )
     for name in (name for name in engine.trained if name in trained):
-        keys = chosen(blueprint.table[name], blueprint.keymap.choice).keys
+        keys = keys_of_state(blueprint, name)
         for state in optimizer.state_names[name]:
             if missing := [key for key in keys if key not in source.planes[state].entries]:
                 raise CheckpointError(
@@ -145,13 +145,23 @@ def check_state(
                     "with other options, has trained it. Give mw.Engine the optimizer= that was saved, or start with "
                     f"new state: mw.load({str(at)!r})"
                 )
-    saved = source.trainer["settings"]
-    if optimizer.whole and saved and "momentum" not in saved and engine.model.mesh.rank == 0:
-        num = len(optimizer.whole.intersection(engine.trained))
+    dropped = [
+        (name, state)
+        for name in engine.trained
+        for state in set(source.planes) & {*optimizer.options.state_names} - {*optimizer.state_names[name]}
+        if name in trained and keys_of_state(blueprint, name)[0] in source.planes[state].entries
+    ]
+    if dropped and engine.model.mesh.rank == 0:
         logger.warning(
-            "%s was trained by another optimizer: %s takes its first moments as the momentum of %d parameters",
-            at.name, kind, num,
+            "%s has %s of %d parameters, such as %s, which %s does not keep: another optimizer has trained them. "
+            "Their %s goes on",
+            at.name, dropped[0][1], len(dropped), dropped[0][0], kind, optimizer.options.state_names[0],
         )  # fmt: skip
+
+
+def keys_of_state(blueprint: Blueprint, name: str) -> list[str]:
+    """Return the keys that have optimizer state of a parameter: not copies, such as that of a tied head."""
+    return [block.key for block in chosen(blueprint.table[name], blueprint.keymap.choice).blocks]
 
 
 def carried_before(engine: Engine, trainer: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from .int8_state import CODES, Code
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
 # How far ops/kernels/adamw.py may be off, of the norm, for state in this dtype, which both sides round once.
 _OFF = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-_MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
+MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class AdamW(Optimizer):
         if not within(self.weight_decay, 0):
             raise ConfigError(f"weight_decay={self.weight_decay!r} must be a number of 0 or more")
         super().__post_init__()
-        if self.state_dtype == torch.bfloat16 and max(self.betas) > _MOST_BETA:
+        if self.state_dtype == torch.bfloat16 and max(self.betas) > MOST_BETA:
             raise ConfigError(
                 f"state_dtype=torch.bfloat16 with betas={self.betas}: the change of a moment in a step would be "
-                f"rounded away; choose betas of at most {_MOST_BETA}, or torch.float32 or torch.uint8"
+                f"rounded away; choose betas of at most {MOST_BETA}, or torch.float32 or torch.uint8"
             )
 
     @property

@@ -174,7 +174,7 @@ class Optimizer(ABC):
         return [Charge(what, "all_to_all", STAGE, numel * item, num) for (what, numel), num in counts.items()]
 
     def operations(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int) -> int:
-        """Return the operations of the matmuls of an update on a rank; those of an elementwise update do not count."""
+        """Return the operations of matmuls for which a step waits in an update; elementwise ones do not count."""
         return 0
 
     def state_names_of(self, param: Param) -> tuple[str, ...]:

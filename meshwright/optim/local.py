@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -155,12 +154,13 @@ class LocalOptimizer:
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
         """Divide parameters into parts: one call has one number of state tensors, and one decay as fused kernels do."""
-        for whole, decays in product((True, False), (True, False)):
-            kind = (whole, decays)
-            some = {name: t for name, t in stored.items() if (name in self.whole, name in self.decayed) == kind}
-            if whole:  # those with state
-                some = {name: t for name, t in some.items() if self.state_names[name]}
-            for slices in _parts(some, self.quantised):
+        kinds: dict[tuple[bool, bool, int], dict[str, Tensor]] = {}
+        for name, tensor in stored.items():
+            kind = (name not in self.whole, name not in self.decayed, len(self.state_names[name]))
+            kinds.setdefault(kind, {})[name] = tensor
+        for (elementwise, constant, num), some in sorted(kinds.items(), key=lambda each: each[0]):
+            whole, decays = not elementwise, not constant
+            for slices in _parts(some, self.quantised) if num or elementwise else ():
                 is_live = all(self._is_live(name, at, stored[name]) for name, at in slices)
                 yield Part(slices, decays, whole, is_live)
 

@@ -15,7 +15,7 @@ from ..axes import Axes
 from ..errors import ConfigError
 from ..recipe import matching
 from ..sharding import MatrixPlan, Param, Rules, Table
-from .adamw import AdamW
+from .adamw import MOST_BETA, AdamW
 from .base import Slices, within
 from .int8_state import Code
 
@@ -24,7 +24,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS, _EPS = 5, 1e-7
 _TOWER = ("tower.*",)  # as Kimi and others train: not every model has one, so it may match nothing
 MATCHED, ORIGINAL = "match_rms_adamw", "original"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Not float16: gradients are cast before they are normalised, and most are below what it can hold.
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ class Muon(AdamW):
         super().__post_init__()
         if not within(self.momentum, 0, 1):
             raise ConfigError(f"momentum={self.momentum!r} must be a number from 0 to below 1")
+        if self.state_dtype == torch.bfloat16 and self.momentum > MOST_BETA:
+            raise ConfigError(
+                f"state_dtype=torch.bfloat16 with momentum={self.momentum}: a step's change would be rounded away; "
+                f"choose a momentum of at most {MOST_BETA}, or torch.float32"
+            )
         if self.scale not in (MATCHED, ORIGINAL):
             raise ConfigError(f"scale={self.scale!r} is not offered; choose {MATCHED!r} or {ORIGINAL!r}")
         if self.matrix_dtype not in (None, *_DTYPES):
@@ -79,8 +85,7 @@ class Muon(AdamW):
 
     def operations(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int) -> int:
         whole = [param for param in trained if self.updates_whole(param)]
-        plan = MatrixPlan(whole, rules, axes, rank, by_head=self.by_head)
-        return 2 * _STEPS * sum(plan.matrices[at].cost for at in plan.own)
+        return 2 * _STEPS * MatrixPlan(whole, rules, axes, rank, by_head=self.by_head).critical_cost
 
     def settings(self) -> dict[str, Any]:
         """Return the options as a checkpoint records them. `momentum_is` tells which of two conventions holds."""

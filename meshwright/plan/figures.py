@@ -163,7 +163,7 @@ class Figures:
 
     @property
     def update_operations(self) -> int:
-        """Return the operations of the optimizer's matmuls on the rank that sends most."""
+        """Return the operations of the optimizer's matmuls for which a step waits."""
         spec, axes = self.blueprint.spec, self.axes
         trained = [param for param in spec.params(axes, self.sender) if param.name in self.trained]
         return self.optimizer.operations(trained, spec.rules, axes, self.sender)

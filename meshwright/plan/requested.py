@@ -35,7 +35,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def optimizer_of(options: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer that is planned, with the dtype of `--state-dtype`. Muon replaces no adapters' AdamW."""
+    """Return the optimizer that is planned, with the dtype of `--state-dtype`."""
     dtype = None if options["state_dtype"] is None else getattr(torch, options["state_dtype"])
     return Muon(state_dtype=dtype) if options["optimizer"] == "muon" else AdamW(state_dtype=dtype)
 

@@ -161,7 +161,7 @@ class StepCost:
     memory: MemoryOptions
     cluster: Cluster
     flops: Flops
-    update: int = 0  # operations of the optimizer's matmuls, on one rank
+    update: int = 0  # operations of the optimizer's matmuls for which a step waits
 
     @property
     def operations(self) -> float:

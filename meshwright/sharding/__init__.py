@@ -42,11 +42,9 @@ from .matrix_owners import (
     TO_OWNERS,
     Bucket,
     Exchange,
-    Matrix,
     MatrixPart,
     MatrixPlan,
     exchanged,
-    matrices_of,
 )
 from .params import (
     ALWAYS,

@@ -10,11 +10,11 @@ All ranks of a stage compute the same plan, which the bill charges for and `opti
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, zip_longest
 from math import prod
 
 from ..axes import STAGE, Axes
@@ -24,9 +24,8 @@ from .boxes import Box
 from .params import Param
 from .rules import Rules, piece
 
-# Elements of the matrices of one all-to-all, on all ranks of a group together.
-_BUCKET = part_size(__name__, "_BUCKET", 1 << 28, small=4001)
-_HEADS = ("heads", "kv", "key")  # row dims that count heads
+# Elements of the matrices of one all-to-all, for each rank of the group.
+_BUCKET = part_size(__name__, "_BUCKET", 1 << 24, small=2001)
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,13 @@ class Bucket:
     to_holders: Exchange
 
 
-def matrices_of(param: Param, by_head: bool = False) -> Iterator[Box]:
-    """Yield the boxes of a parameter that are a matrix each. `by_head`: also split rows of heads into heads."""
+def boxes_of_matrices(param: Param, by_head: bool = False) -> Iterator[Box]:
+    """Yield the boxes of a parameter that are a matrix each. `by_head`: also split queries, keys and values into heads,
+    those of a delta net by key head."""
     if param.matrices is None:
         return
-    heads = {dim: (1,) * param.rows[dim] for dim in _HEADS if by_head and dim in param.rows}
+    of_heads = ("heads", "kv", *(["key"] if "chan" in param.rows else []))
+    heads = {dim: (1,) * param.rows[dim] for dim in of_heads if by_head and dim in param.rows}
     cuts = {**param.matrices, **heads}
     for dim, sizes in cuts.items():
         if sum(sizes) != param.dims.get(dim):
@@ -129,15 +130,41 @@ class MatrixPlan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the matrices that travel, in buckets of about `_BUCKET` elements: equally many on all ranks."""
-        buckets, some, numel = list[Bucket](), list[int](), 0
-        for at in (at for at in range(len(self.matrices)) if self._travels(at)):
-            if some and numel + self.matrices[at].numel > _BUCKET:
-                buckets.append(self._bucket(some))
-                some, numel = [], 0
-            some.append(at)
-            numel += self.matrices[at].numel
-        return [*buckets, self._bucket(some)] if some else buckets
+        """Return the matrices that travel, in buckets: equally many on all ranks."""
+        return [self._bucket(some) for some in self._in_buckets]
+
+    @cached_property
+    def _in_buckets(self) -> list[list[int]]:
+        """Divide the matrices that travel into buckets of about `_BUCKET` elements a rank.
+
+        A bucket is computed while the next one travels, so each should keep all owners busy. It is made of waves: the
+        costliest matrix of each owner, then the second costliest of each.
+        """
+        of_owner: defaultdict[int, list[int]] = defaultdict(list)
+        for at in sorted(filter(self._travels, range(len(self.matrices))), key=lambda at: -self.matrices[at].cost):
+            of_owner[self.owner[at]].append(at)
+        buckets, numel, most = list[list[int]](), 0, _BUCKET * len(self.group)
+        for wave in zip_longest(*(of_owner[owner] for owner in sorted(of_owner))):
+            some = [at for at in wave if at is not None]
+            more = sum(self.matrices[at].numel for at in some)
+            if not buckets or numel + more > most:
+                buckets.append([])
+                numel = 0
+            buckets[-1] += some
+            numel += more
+        return buckets
+
+    @property
+    def critical_cost(self) -> int:
+        """Return the cost for which a step waits: the busiest owner of each bucket, and of what is resident."""
+        resident = [at for at in range(len(self.matrices)) if not self._travels(at)]
+        return sum(self._most_work(some) for some in (resident, *self._in_buckets))
+
+    def _most_work(self, some: Sequence[int]) -> int:
+        work = Counter[int]()
+        for at in some:
+            work[self.owner[at]] += self.matrices[at].cost
+        return max(work.values(), default=0)
 
     def _travels(self, at: int) -> bool:
         return any(ranks != (self.owner[at],) for _, ranks in self.matrices[at].parts)
@@ -182,7 +209,7 @@ def _held(param: Param, rules: Rules, axes: Axes, group: Sequence[int], by_head:
         for box in piece(param, rules, axes, axes.coords(rank)).boxes:
             holders[box].append(rank)
     num_rows = len(param.rows)
-    for box in matrices_of(param, by_head):
+    for box in boxes_of_matrices(param, by_head):
         met = ((box.meet(held), tuple(ranks)) for held, ranks in holders.items())
         parts = tuple((part, ranks) for part, ranks in met if part is not None)
         if sum(part.size for part, _ in parts) != box.size:

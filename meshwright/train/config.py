@@ -228,10 +228,10 @@ class OptimSection(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Muon's momentum."""
     by_head: bool = False
-    """Muon updates queries, keys and values of each head as a matrix of its own."""
+    """Muon updates queries, keys and values of each head as a matrix of its own (in a delta net, of each key head)."""
     exclude: list[str] = ["tower.*"]
     """Patterns of matrices that AdamW updates though kind is "muon", such as "layers.*.router"."""
-    matrix_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    matrix_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The dtype of Muon's iteration, and of what ranks send for it."""
     max_norm: Annotated[float, Field(gt=0)] | OnlyFalse = 1.0
     """Clip the global gradient norm to this number above 0; false does not clip."""

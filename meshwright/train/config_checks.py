@@ -282,6 +282,8 @@ def _check_optimizer_state(config: Config) -> Mistakes:
     for name in ("momentum", "by_head", "exclude", "matrix_dtype") if optim.kind != "muon" else ():
         if getattr(optim, name) != getattr(plain, name):
             yield ("optim", name), f'it is an option of kind = "muon", and this is "{optim.kind}"; leave it out'
+    if optim.kind == "muon" and optim.state_dtype == "bfloat16" and optim.momentum > 0.98:
+        yield ("optim", "state_dtype"), "the change of the momentum in one step is rounded away; take momentum <= 0.98"
     if config.optim.state_dtype == "bfloat16" and max(config.optim.betas) > 0.98:
         yield (
             ("optim", "state_dtype"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Tensors with two dims or more that are no matrix: embeddings, heads of scores, convolutions, tables, rows of gates.
 _OTHERS = re.compile(
-    r"embed_tokens|lm_head|score\.|conv|ple_embedding|shared_expert_gate|visual\.|block_inject|index_qk|\.lora_|pos_embed"
+    r"embed_tokens|lm_head|score\.|conv|ple_embedding|shared_expert_gate|patch_embed|pos_embed|block_inject|index_qk|\.lora_"
 )
 
 
@@ -25,13 +25,15 @@ def indices_of_matrices(
 ) -> list[Tensor]:
     """Return the matrices of a tensor as indices into its flat elements; none for what is no matrix.
 
-    `by_head`: split queries, keys and values further, into a matrix for each (key) head.
+    `by_head`: split queries, keys and values further, into a matrix for each head, or key head of a delta net.
     """
-    if len(shape) < 2 or _OTHERS.search(key):
+    if not 2 <= len(shape) <= 3 or _OTHERS.search(key):
         return []
     text, at = config.get("text_config", config), torch.arange(prod(shape)).view(*shape)
     if len(shape) == 3:  # experts, fused: [experts, rows, columns]
         return [half for each in at for half in _halves(each, text.get("hidden_size"), "gate_up" in key)]
+    if "visual." in key:
+        return [*at.chunk(3)] if "attn.qkv" in key else [at]
     if key.endswith("mtp.fc.weight"):  # [embedding | hidden state]
         return [*at.chunk(2, 1)]
     if "in_proj_" in key:
@@ -59,6 +61,9 @@ def _of_delta_net(key: str, at: Tensor, text: Mapping[str, Any], by_head: bool) 
     if "qkvz" in key or "ba" in key.split("in_proj_")[1]:
         sizes = [key_dim, key_dim, value_dim, value_dim] if "qkvz" in key else [ratio, ratio]
         parts = at.view(num, -1, at.shape[1]).split(sizes, 1)
-        return [rows for part in parts for rows in (part if by_head else [part.reshape(-1, at.shape[1])])]
-    parts = at.split([num * key_dim, num * key_dim, num * value_dim]) if "qkv" in key else [at]
+        whole = lambda part: [part.reshape(-1, at.shape[1])]  # noqa: E731 - short
+        return [rows for part in parts for rows in (part if by_head and "qkvz" in key else whole(part))]
+    if "qkv" not in key:
+        return [at]
+    parts = at.split([num * key_dim, num * key_dim, num * value_dim])
     return [rows for part in parts for rows in (part.chunk(num) if by_head else [part])]

@@ -218,16 +218,9 @@ def _declared_as_others(
     """Yield a finding for each tensor that is a matrix by its key and by its declaration is none, or the reverse."""
     for key, param in params.items():
         is_matrix = bool(indices_of_matrices(key, param.weight.shape, engine.model.config))
-        if engine.optimizer.options.needs_whole_matrix and is_matrix != (_declares_matrix(declared[key])):
-            what = "is a matrix" if is_matrix else "is no matrix"
-            yield Finding(
-                "O1", key, f"{what}, and {declared[key].name} is declared otherwise", "Param.matrices is wrong"
-            )
-
-
-def _declares_matrix(param: Param) -> bool:
-    """Tell whether a parameter is declared as matrices. Those of a vision tower are left to AdamW."""
-    return param.matrices is not None and not param.name.startswith("tower.")
+        if engine.optimizer.options.needs_whole_matrix and is_matrix != (declared[key].matrices is not None):
+            what = f"is {'a' if is_matrix else 'no'} matrix, and {declared[key].name} is declared otherwise"
+            yield Finding("O1", key, what, "Param.matrices is wrong")
 
 
 def o1_updates(
@@ -249,13 +242,15 @@ def o1_updates(
     tables = {block.key for param in table if param.by_rows for block in chosen(param, choice).blocks}
     declared = {block.key: param for param in table for block in chosen(param, choice).blocks}
     params = {k: _parameter(engine, k, declared[k], w.double()) for k, w in before.items()}
-    yield from _declared_as_others(engine, params, declared)
+    wrong = [*_declared_as_others(engine, params, declared)]
+    yield from wrong
+    params = {key: param for key, param in params.items() if key not in {finding.name for finding in wrong}}
     assert callable(engine.lr)
     for number, step in enumerate(steps):
         norms = _norms(step.grads, twice, apart)
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
         lr = lrs[0]
-        for key, grad in step.grads.items():
+        for key, grad in ((key, grad) for key, grad in step.grads.items() if key in params):
             norm = norms[apart and key.startswith(PREFIX)]
             clip = min(1.0, most / norm) if norm else 1.0
             make, decays = (
