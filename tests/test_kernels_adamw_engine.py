@@ -14,6 +14,7 @@ from meshwright.optim import LocalOptimizer
 from meshwright.optim import adamw as module
 from tests import tiny, worlds
 from tests.interpreter import kernels_of
+from tests.trials import table_of
 
 CASES = {
     "tied, clipped now and then": dict(),
@@ -201,7 +202,7 @@ def test_a_step_that_is_not_finite_changes_nothing(source, plant, seen):
 def test_what_keeps_the_formula(monkeypatch):
     """8-bit state, another layout of it, another optimizer, and a rank without gradients."""
     x = torch.zeros(4, 4)
-    plain = LocalOptimizer(mw.AdamW(), set())
+    plain = LocalOptimizer(mw.AdamW(), table_of("ab"))
     assert not plain.fuses({"a": x}, {"a": x}), "on a CPU"
     fused(monkeypatch)
     assert plain.fuses({"a": x, "frozen": x.double()}, {"a": x})
@@ -209,6 +210,6 @@ def test_what_keeps_the_formula(monkeypatch):
     assert not plain.fuses({"a": x, "b": x.double()}, {"a": x, "b": x.double()})
     plain.state = {"a": (x, x.t()[1:])}
     assert not plain.fuses({"a": x}, {"a": x})
-    in_8_bits = LocalOptimizer(mw.AdamW(state_dtype=torch.uint8), set(), {"b": None})
+    in_8_bits = LocalOptimizer(mw.AdamW(state_dtype=torch.uint8), table_of("ab"), {"b": None})
     assert not in_8_bits.fuses({"a": x}, {"a": x})
     assert not mw.Optimizer.fuses(mw.AdamW(), x, x)

@@ -401,7 +401,8 @@ def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     counts = result.statistics_of(source.lengths > 0)
     assert (counts.documents, counts.tokens, counts.targets, counts.longest, counts.too_long) == (2, 7, 5, 4, 2)
     assert result.statistics.targets == 7 + 112 - 4
-    config = SimpleNamespace(train=SimpleNamespace(streams_per_step=1), mesh=SimpleNamespace(num_data_ranks=1))
+    sections = {"train": SimpleNamespace(streams_per_step=1), "mesh": SimpleNamespace(num_data_ranks=1)}
+    config = SimpleNamespace(**sections, distill=None, objective_options=None)
     data = SimpleNamespace(documents=[result], plan=Plan([source], length=10, epochs=1), num_steps=1)
     text = dry_run.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text

@@ -22,7 +22,7 @@ from meshwright.cli import main
 from meshwright.optim import AdamW, LocalOptimizer, Place, local
 from meshwright.optim.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
 from meshwright.sharding import Piece, pieces
-from tests import parts, tiny, worlds
+from tests import parts, tiny, trials, worlds
 from tests.test_checkpoint import bytes_of, same, state_of, world_of
 from tests.test_checkpoint_broken import error_of
 from tests.words import words
@@ -182,7 +182,7 @@ def updated(axes: Axes) -> list[dict[str, list[Tensor]]]:
         optimizer = AdamW(state_dtype=torch.uint8, betas=(0.9, 0.999))
         coded = {name: held[name] for name in optimizer.quantised(blueprint.table, held)}
         places = {name: Place(piece.row_numbers, piece.first_col) for name, piece in coded.items()}
-        adam = LocalOptimizer(optimizer, {"head.weight"}, places)
+        adam = LocalOptimizer(optimizer, blueprint.table, places)
         weights, *grads = [
             {name: cut(each, some_whole(*each.param.matrix, seed=step)).clone() for name, each in coded.items()}
             for step in range(4)
@@ -228,7 +228,8 @@ def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_takes_the_moments_before_they_are_rounded() -> None:
     """The first step begins at zeros, so it is that of wide moments to the bit; the second no more."""
     place = Place(lambda device: torch.arange(8, device=device), 0)
-    wide, narrow = LocalOptimizer(AdamW(), {"a"}), LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, {"a": place})
+    table = trials.table_of("a", "a")
+    wide, narrow = LocalOptimizer(AdamW(), table), LocalOptimizer(AdamW(state_dtype=torch.uint8), table, {"a": place})
     both = [{"a": some(8, 304)} for _ in range(2)]
     for step, equal in enumerate((True, False)):
         for adam, weights in zip((wide, narrow), both, strict=True):
@@ -240,8 +241,9 @@ def test_a_step_takes_the_moments_before_they_are_rounded() -> None:
 def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
     """So the next step, which throws dice of its own, does not throw the same again."""
     coded = {"a": Place(lambda device: torch.arange(8, device=device), 0)}
-    wide, in_8_bits = LocalOptimizer(AdamW(), {"a"}), AdamW(state_dtype=torch.uint8)
-    narrow = [LocalOptimizer(in_8_bits, {"a"}, coded) for _ in range(2)]
+    table = trials.table_of("a", "a")
+    wide, in_8_bits = LocalOptimizer(AdamW(), table), AdamW(state_dtype=torch.uint8)
+    narrow = [LocalOptimizer(in_8_bits, table, coded) for _ in range(2)]
     for adam in (wide, narrow[0]):
         adam.step({"a": some(8, 304)}, {"a": some(8, 304, seed=1)}, 0.1)
     narrow[1].make_state({"a": some(8, 304)})
@@ -256,7 +258,7 @@ def test_every_step_and_moment_has_dice_of_its_own(monkeypatch: pytest.MonkeyPat
     seeds: list[int] = []
     monkeypatch.setattr(local, "dice", lambda seed, *where: seeds.append(seed) or dice(seed, *where))
     coded = dict.fromkeys("ab", Place(lambda device: torch.arange(3, device=device), 0))
-    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, coded)
+    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), trials.table_of("ab", "a"), coded)
     for _ in range(2):
         adam.step({name: some(3, 256) for name in "ab"}, {name: some(3, 256) for name in "ab"}, 0.1)
     assert len({*seeds}) == len(seeds) == 2 * 2 * 2
@@ -265,7 +267,7 @@ def test_every_step_and_moment_has_dice_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_no_generator_is_drawn_from() -> None:
     before = torch.get_rng_state()
     place = Place(lambda device: torch.arange(3, device=device), 0)
-    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, {"a": place})
+    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), trials.table_of("a", "a"), {"a": place})
     adam.step({"a": some(3, 256)}, {"a": some(3, 256)}, 0.1)
     assert adam.state["a"][0].dtype == torch.uint8
     assert torch.equal(torch.get_rng_state(), before)

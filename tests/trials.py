@@ -16,7 +16,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
-from meshwright.sharding import Door, find_doors
+from meshwright.sharding import Door, Param, Table, find_doors
 from meshwright.verify import Data, Finding, Reference, Trial, examine, run_reference
 from tests import parts, tiny, worlds
 
@@ -43,6 +43,11 @@ EXPERT_MESHES: list[dict[str, int]] = [
     dict(tp=4, ep=4),
     dict(fsdp=2, cp=2, ep=4),
 ]
+
+
+def table_of(names: str, decayed: str = "") -> Table:
+    """Return declarations of some parameters, a letter each, for an optimizer alone."""
+    return Table({name: Param({"rows": 1}, {"cols": 1}, (), name=name, decay=name in decayed) for name in names})
 
 
 def named(mesh: dict[str, int]) -> str:

@@ -82,7 +82,8 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
 def check_state(blueprint: Blueprint, config: Config) -> None:
     """Refuse 8-bit optimizer state where a mesh cuts through its blocks, and Muon where no matrix is trained."""
     optimizer = optimizer_of(config.optim)
-    optimizer.check(blueprint.table, blueprint.trained())
+    if optimizer.needs_whole_matrix:
+        optimizer.check(blueprint.table, blueprint.trained())
     if optimizer.state_dtype == torch.uint8:
         quantised = optimizer.quantised(blueprint.table, blueprint.trained())
         check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')
