@@ -34,7 +34,7 @@ MESHES: list[dict[str, int]] = [
     dict(pp=2), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, fsdp=2), dict(pp=2, tp=2),
 ]  # fmt: skip
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp")
-STEEP = 30.0  # as oracle G1 allows for a gradient through a root near 0, of which rounding decides the last digits
+STEEP = 30.0  # as oracle G1 allows for a gradient through a root near 0, whose last digits rounding decides
 Whole = Mapping[str, Tensor]
 
 
@@ -86,7 +86,7 @@ BY_TORCH = {(name, dtype, False): "one" for name in KINDS for dtype in (torch.fl
 def beside_torch(source_of: Callable[[str], Path]) -> Any:
     def run(group: Any) -> Any:
         cases = {case: partial(by_torch, source_of(case[0]), *case[1:]) for case in group}
-        return {case: found[0] for case, found in worlds.in_turn(1, cases, seconds=120).items()}
+        return {case: results[0] for case, results in worlds.in_turn(1, cases, seconds=120).items()}
 
     return worlds.shared(BY_TORCH, run)
 

@@ -138,7 +138,7 @@ class LocalOptimizer:
 
     def _update_whole(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
         """Update whole matrices, together with the ranks that store other parts of them."""
-        names = [name for name in grads if name in self.whole]  # also those of which this rank stores nothing
+        names = [name for name in grads if name in self.whole]  # also parameters without rows on this rank
         if self.matrices is not None and names:
             own = {name: stored[name] for name in names if name in stored}
             self.matrices.update(own, {name: grads[name] for name in names}, self.state, lr)

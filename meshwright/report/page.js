@@ -50,11 +50,11 @@
       const y = curve.points ? curve.y : smoothed(curve.y, share);
       const nth = several.get(curve.run) || 0;
       if (!curve.points) several.set(curve.run, nth + 1);
-      const ink = chart.metric === "source" && data.runs.length === 1 ? colour(`run${nth % 8}`) : colour(`run${curve.run % 8}`);
+      const coloured = chart.metric === "source" && data.runs.length === 1, ink = colour(`run${(coloured ? nth : curve.run) % 8}`);
       return {
         type: "line", name: curve.label, data: y.map((value, n) => [place(curve, n), value]),
         color: ink, showSymbol: !!curve.points || y.length === 1, symbol: "circle", symbolSize: curve.points ? 6 : 5,
-        lineStyle: { width: curve.points ? 1.2 : 1.8, type: curve.points || (nth && data.runs.length > 1) ? [4, 4] : "solid" },
+        lineStyle: { width: curve.points ? 1.2 : 1.8, type: curve.points || (nth && !coloured) ? [4, 4] : "solid" },
         emphasis: { disabled: true }, connectNulls: false, animation: false,
       };
     });

@@ -125,7 +125,7 @@ class MatrixPlan:
 
     @cached_property
     def resident(self) -> list[int]:
-        """Return the indices of the matrices of which this rank stores all, and no other rank of the stage any."""
+        """Return the indices of the matrices that this rank alone stores."""
         return [at for at in self.own if not self._travels(at)]
 
     @cached_property
@@ -184,7 +184,7 @@ class MatrixPlan:
 
 
 class _Lists:
-    """What a rank sends to, and receives from, each other rank."""
+    """The parts that a rank sends to, and receives from, each other rank."""
 
     def __init__(self) -> None:
         self.sends: defaultdict[int, list[MatrixPart]] = defaultdict(list)
