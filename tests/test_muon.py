@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,18 @@ def test_every_oracle_holds(source_of: Callable[[str], Path], mesh: dict[str, in
     assert trials.findings_in_turn(tried) == {name: [] for name in tried}
 
 
+@dataclass(frozen=True, kw_only=True)
+class InBatches(mw.Muon):
+    """What an accelerator does: three matrices of a size a call, which are five of a rank, or two."""
+
+    def matrices_per_call(self, like: Tensor) -> int:
+        return 3 if like.numel() < 2000 else 1
+
+    def matrix_direction(self, matrix: Tensor) -> Tensor:
+        assert matrix.ndim == 2 or len(matrix) == 3  # a batch of another size would choose other kernels
+        return super().matrix_direction(matrix)
+
+
 OPTIONS: dict[str, tuple[dict[str, int], mw.Muon, dict[str, Any]]] = {
     "by head": (dict(tp=2), replace(FLOAT64, by_head=True), {}),
     "original": (dict(fsdp=2), replace(FLOAT64, scale="original", nesterov=False), {}),
@@ -174,6 +186,7 @@ OPTIONS: dict[str, tuple[dict[str, int], mw.Muon, dict[str, Any]]] = {
     "offload": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(offload=True))),
     "recompute": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(recompute="full", gather_once=True))),
     "mtp": (dict(pp=2), FLOAT64, dict(mtp="all")),
+    "in batches": (dict(fsdp=2, ep=2), InBatches(matrix_dtype=None), {}),
     "more ranks than rows": (dict(fsdp=4), FLOAT64, {}),  # of the router: a rank stores nothing of it
     "tower": (dict(fsdp=2), replace(FLOAT64, exclude=()), dict(tower=True)),
 }
@@ -229,6 +242,35 @@ def test_whole_experts_send_nothing() -> None:
 
 def test_an_expert_without_tokens_stays_where_it_is() -> None:
     assert torch.equal(mw.Muon().matrix_direction(torch.zeros(3, 5)), torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("size", [(3, 5), (7, 4)])
+def test_a_batch_is_its_matrices(size: tuple[int, int]) -> None:
+    """And the zeros that fill it up stay zeros."""
+    matrices = torch.randn(4, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    matrices[2:] *= 1e3
+    matrices[3] = 0
+    expected = [mw.Muon().matrix_direction(each) for each in matrices]
+    torch.testing.assert_close(mw.Muon().matrix_direction(matrices), torch.stack(expected), rtol=0, atol=1e-13)
+
+
+@pytest.mark.gpu
+def test_places_of_a_batch_have_the_same_bits() -> None:
+    """Else a matrix would get other bits where a mesh gives its owner others."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    matrices = torch.randn(4, 768, 2048, device=device, dtype=torch.bfloat16)
+    expected = mw.Muon().matrix_direction(matrices)
+    for order in ([1, 2, 3, 0], [3, 2, 1, 0]):
+        assert torch.equal(mw.Muon().matrix_direction(matrices[order]), expected[order])
+    alone = torch.cat([matrices[:1], torch.zeros_like(matrices[1:])])
+    assert torch.equal(mw.Muon().matrix_direction(alone)[0], expected[0])
+
+
+def test_small_matrices_share_calls_on_an_accelerator_only() -> None:
+    for device, expected in (("meta", [4, 1]), ("cpu", [1, 1])):
+        likes = [torch.empty(size, device=device) for size in ((768, 2048), (2048, 4096))]
+        assert [mw.Muon().matrices_per_call(like) for like in likes] == expected
 
 
 def saved(source: Path, mesh: dict[str, int], out: Path, optimizer: mw.Optimizer) -> None:

@@ -43,7 +43,7 @@ OTHERS = {
     "how far samples are padded, which tests/test_sample.py tries": {"engine.sampling._FIRST_ROOM"},
     "which kernel is taken": {
         "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
-        "ops.meta_kernels._CHUNK",
+        "ops.meta_kernels._CHUNK", "optim.muon._SMALL",
     },
     "calls to the system or to others, who cut by themselves": {
         "checkpoint.copy._FILES_AT_ONCE",

@@ -64,6 +64,11 @@ def test_all_unreadable_files_are_reported_at_once(
         (["mesh.fsdp=2", "mesh.ep=2"], "mesh.ep (--set mesh.ep=2): ep=2 divides experts, but this model has none"),
         (["mesh.ep=3"], "mesh.ep (--set mesh.ep=3): ep=3 divides experts, but this model has none; leave ep out"),
         (["train.train=no.such.*"], "train='no.such.*' matches no parameter"),
+        (["optim.kind=muon", "train.train=*norm*"], "optim.kind (--set optim.kind=muon): Muon updates whole matrices"),
+        (
+            ["optim.kind=muon", 'optim.exclude=["*.routers"]'],
+            """optim.exclude (--set optim.exclude=["*.routers"]): exclude='*.routers' matches no parameter""",
+        ),
         (["train.fp8=block"], "train.fp8 (--set train.fp8=block): "),
     ],
 )

@@ -147,8 +147,13 @@ class Optimizer(ABC):
         """Return what `matrix_direction` gets, elementwise, from a part of a gradient and of the updated state."""
         return grad
 
+    def matrices_per_call(self, like: Tensor) -> int:
+        """Return how many matrices of the size of `like` `matrix_direction` gets at once: above 1 a batch, [number,
+        rows, columns], which zeros fill up. A number that depended on the mesh would choose other kernels, and bits."""
+        return 1
+
     def matrix_direction(self, matrix: Tensor) -> Tensor:
-        """Return the update of one whole matrix, from its input, which it leaves as it is."""
+        """Return the update of one whole matrix, or of a batch, from its input, which it leaves as it is."""
         raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_direction")
 
     def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:

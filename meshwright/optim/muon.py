@@ -22,6 +22,8 @@ from .int8_state import Code
 # The quintic polynomial, its number of iterations and the smallest norm are those of torch.optim.Muon.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS, _EPS = 5, 1e-7
+_PER_CALL = 4  # matrices of one call, where each has at most `_SMALL` elements
+_SMALL = 1 << 21
 _TOWER = ("tower.*",)  # as Kimi and others train: not every model has one, so it may match nothing
 MATCHED, ORIGINAL = "match_rms_adamw", "original"
 # Not float16: gradients are cast before they are normalised, and most are below what it can hold.
@@ -102,18 +104,24 @@ class Muon(AdamW):
         momentum = state[0].to(grad.dtype)
         return grad.lerp(momentum, self.momentum) if self.nesterov else momentum
 
+    def matrices_per_call(self, like: Tensor) -> int:
+        """Return 4 for small matrices on an accelerator: experts of 768 x 2048 are thousands, and one does not fill it.
+        A CPU gains nothing, and keeps the bits of torch.optim.Muon."""
+        return 1 if like.is_cpu or like.numel() > _SMALL else _PER_CALL
+
     def matrix_direction(self, matrix: Tensor) -> Tensor:
         """Return U S' V^T of a matrix U S V^T, with S' of about 0.7 to 1.2, by products alone (Newton-Schulz).
 
-        The operations and their order are those of torch.optim.Muon, to the bit.
+        The operations and their order are those of torch.optim.Muon, for one matrix to the bit.
         """
-        is_tall = matrix.shape[0] > matrix.shape[1]
-        x = matrix.T if is_tall else matrix
-        x = x / x.norm().clamp(min=_EPS)
+        add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+        is_tall = matrix.shape[-2] > matrix.shape[-1]
+        x = matrix.mT if is_tall else matrix
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
         for _ in range(_STEPS):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-        return x.T if is_tall else x
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+        return x.mT if is_tall else x
 
     def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:
         param.mul_(1 - lr * self.weight_decay * decays)

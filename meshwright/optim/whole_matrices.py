@@ -6,7 +6,8 @@ dtype of the computation, and gets its parts of the result back. While a bucket 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ class WholeMatrices:
         rounds = [_Round(step, bucket) for bucket in plan.buckets]
         for first in rounds[:1]:
             first.send_to_owners()
-        for at in plan.resident:
-            step.apply(at, [(plan.matrices[at].box, step.direction(at, {}))])
+        for at, whole in step.directions(plan.resident, {}):
+            step.apply(at, [(plan.matrices[at].box, whole)])
         for at, each in enumerate(rounds):
             for later in rounds[at + 1 : at + 2]:
                 later.send_to_owners()
@@ -96,8 +97,30 @@ class _Step:
         grad, *state = (_part(views, part) for views in self.inputs[self.plan.matrices[at].name])
         return self.options.matrix_input(grad, state).to(self.mesh.device, self.dtype)
 
-    def direction(self, at: int, received: Mapping[Box, Tensor]) -> Tensor:
-        """Return the update of a whole matrix, in the shape of its box."""
+    def directions(
+        self, some: Sequence[int], received: dict[int, dict[Box, Tensor]]
+    ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+        """Yield the updates of whole matrices, in the shapes of their boxes; those of one size share calls. `received`:
+        the parts that other ranks store, which are dropped as they are read."""
+        of_size = defaultdict[tuple[int, int], list[int]](list)
+        for at in some:
+            of_size[self.plan.matrices[at].rows, self.plan.matrices[at].cols].append(at)
+        for size, each in of_size.items():
+            zeros = torch.zeros((), dtype=self.dtype, device=self.mesh.device).expand(size)
+            num = self.options.matrices_per_call(zeros)
+            for first in range(0, len(each), num):
+                call = each[first : first + num]
+                inputs = [self._whole(at, received.pop(at, {})) for at in call]
+                directions = self._call([*inputs, *[zeros] * (num - len(inputs))])
+                for at, direction in zip(call, directions, strict=False):
+                    yield at, direction.reshape(self.plan.matrices[at].box.shape)
+
+    def _call(self, inputs: Sequence[Tensor]) -> Iterable[Tensor]:
+        one = self.options.matrix_direction
+        return map(one, inputs) if len(inputs) == 1 else one(torch.stack([*inputs]))
+
+    def _whole(self, at: int, received: Mapping[Box, Tensor]) -> Tensor:
+        """Return what a whole matrix is computed from, as [rows, columns]."""
         matrix = self.plan.matrices[at]
         parts = {**received, **{part: self.input(at, part) for part in self.own_parts(at)}}
         whole = parts.get(matrix.box)
@@ -105,8 +128,7 @@ class _Step:
             whole = torch.empty(matrix.box.shape, dtype=self.dtype, device=self.mesh.device)
             for part, values in parts.items():
                 whole[part.within(matrix.box).slices] = values.view(part.shape)
-        rows = whole.reshape(matrix.rows, matrix.cols)
-        return self.options.matrix_direction(rows).reshape(matrix.box.shape)
+        return whole.reshape(matrix.rows, matrix.cols)
 
     def apply(self, at: int, parts: Sequence[tuple[Box, Tensor]]) -> None:
         """Update the stored parts of a matrix."""
@@ -135,9 +157,9 @@ class _Round:
         for each, values in self._received(self.bucket.to_owners.receives, TO_OWNERS):
             received[each.at][each.box] = values
         whole = dict[int, Tensor]()
-        for at in self.bucket.own:
-            whole[at] = self.step.direction(at, received.pop(at))
-            self.step.apply(at, [(part, self._part_of(whole[at], at, part)) for part in self.step.own_parts(at)])
+        for at, direction in self.step.directions(self.bucket.own, received):
+            whole[at] = direction
+            self.step.apply(at, [(part, self._part_of(direction, at, part)) for part in self.step.own_parts(at)])
         results = [self._part_of(whole[each.at], each.at, each.box) for each in self.bucket.to_holders.sends]
         self.pending = self._start(results, self.bucket.to_holders, TO_HOLDERS)
 

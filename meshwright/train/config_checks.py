@@ -256,8 +256,9 @@ def place_of(text: str, config: Config, otherwise: Place) -> Place:
     The engine knows nothing of run files, but a message about one option begins with it: `tp=3 does not divide ...`.
     """
     word = re.match(r"(\w+)=", text)
-    for section in ("mesh", "context", "pipeline", "train", "classify") if word else ():
-        if word and word[1] in type(getattr(config, section)).model_fields:
+    for section in ("mesh", "context", "pipeline", "train", "classify", "optim") if word else ():
+        options = getattr(config, section)  # None for a section that is not there
+        if word and options is not None and word[1] in type(options).model_fields:
             return section, word[1]
     return otherwise
 

@@ -60,6 +60,7 @@ def layout_of(config: Config) -> Figures:
     refused = objections_to(blueprint, config)
     if refused:
         raise MeshError(reasons(refused))
+    optimizer_of(config.optim).check(blueprint.table, blueprint.trained())
     check_state(blueprint, config)
     axes = Axes(**config.mesh.model_dump())
     work = work_of(axes, config.train.length, _num_batches(config) or 1)
@@ -80,10 +81,8 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
 
 
 def check_state(blueprint: Blueprint, config: Config) -> None:
-    """Refuse 8-bit optimizer state where a mesh cuts through its blocks, and Muon where no matrix is trained."""
+    """Refuse 8-bit optimizer state where a mesh cuts through its blocks."""
     optimizer = optimizer_of(config.optim)
-    if optimizer.needs_whole_matrix:
-        optimizer.check(blueprint.table, blueprint.trained())
     if optimizer.state_dtype == torch.uint8:
         quantised = optimizer.quantised(blueprint.table, blueprint.trained())
         check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')

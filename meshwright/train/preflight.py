@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ..blueprint import Blueprint
 from ..errors import MeshwrightError
 from ..log import logger
 from ..plan import find
 from ..weights import path_of
 from .config import Config, Place
 from .config_checks import place_of, sources_in
-from .config_model import check_state, model_of, objections_to
+from .config_model import check_state, model_of, objections_to, optimizer_of
 from .data_sources import RowReader, check_source_files, check_tokenizers, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
@@ -47,9 +48,22 @@ def mistakes(config: Config) -> Mistakes:
     # Optimizer state is checked only on a valid mesh: its blocks depend on how the mesh cuts parameters.
     refused = objections_to(blueprint, config)
     yield from ((place_of(text, config, ("mesh",)), text) for text in refused)
-    yield from _refused(("train", "train"), blueprint.trained)
+    yield from _trained_mistakes(config, blueprint)
     if not refused:
         yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
+
+
+def _trained_mistakes(config: Config, blueprint: Blueprint) -> Mistakes:
+    """Check that patterns match parameters, and that the optimizer can update those that are trained."""
+    try:
+        trained = blueprint.trained()
+    except MeshwrightError as error:
+        yield ("train", "train"), str(error)
+        return
+    try:
+        optimizer_of(config.optim).check(blueprint.table, trained)
+    except MeshwrightError as error:
+        yield place_of(str(error), config, ("optim", "kind")), str(error)
 
 
 def _file_mistakes(config: Config) -> Mistakes:
