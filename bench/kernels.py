@@ -74,8 +74,8 @@ def results(op: Op, streams: Sequence[Tensor], docs: Documents) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y.double() * weights).sum(), list(streams))]
 
 
-def distances(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+def distances(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(actual, wanted, strict=True)]
 
 
 def wide(streams: Sequence[Tensor], docs: Documents) -> list[Tensor]:
@@ -103,9 +103,9 @@ def compared(cases: Sequence[tuple[Sequence[int], int, int, int]], device: str) 
         (streams, docs), (lengths, G, R, K) = inputs(case, device), case
         wanted = wide(streams, docs)
         for name, op in sides().items():
-            found = tried(op, streams, docs)
-            if found is not None:
-                off = " | ".join(f"{each:.1e}" for each in distances(found, wanted))
+            actual = tried(op, streams, docs)
+            if actual is not None:
+                off = " | ".join(f"{each:.1e}" for each in distances(actual, wanted))
                 print(f"| {shortened(lengths)} | {G} x {R} | {K} | {name} | {off} |", flush=True)
 
 
@@ -164,10 +164,10 @@ def tuned(case: tuple[Sequence[int], int, int, int], device: str) -> None:
         best, choices = launch, []
         for choice in CHOICES[kernel.__name__]:
             kernels.TUNED[kernel] = kernels.Tuning(*choice)
-            found = tried(delta._triton_delta_rule, small, few)
-            if found is None:
+            actual = tried(delta._triton_delta_rule, small, few)
+            if actual is None:
                 continue
-            off, (forward, backward, _) = max(distances(found, wanted)), cost(delta._triton_delta_rule, streams, docs)
+            off, (forward, backward, _) = max(distances(actual, wanted)), cost(delta._triton_delta_rule, streams, docs)
             print(f"| {kernel.__name__} | {choice} | {off:.1e} | {forward:.3f} | {backward:.3f} |", flush=True)
             choices += [(forward + backward, kernels.Tuning(*choice))] if off <= TOLERANCE else []
         kernels.TUNED[kernel] = min(choices)[1] if choices else best

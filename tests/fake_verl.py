@@ -128,15 +128,15 @@ def prepare_micro_batches(data: Data, dp_group: Any, same_micro_num_in_dp: bool)
 
 
 def postprocess_batch_func(output_lst: list[Any], indices: list[list[int]], data: Data) -> dict[str, Any]:
-    found: dict[str, dict[int, Tensor]] = {}
+    actual: dict[str, dict[int, Tensor]] = {}
     for numbers, output in zip(indices, output_lst, strict=False):
         for name, x in output["model_output"].items():
-            found.setdefault(name, {}).update(zip(numbers, x.unbind(), strict=True))
+            actual.setdefault(name, {}).update(zip(numbers, x.unbind(), strict=True))
     metrics: dict[str, list[Any]] = {}
     for output in output_lst:
         for name, value in output["metrics"].items():
             metrics.setdefault(name, []).append(value)
-    model_output = {name: jagged([rows[n] for n in sorted(rows)]) for name, rows in found.items()}
+    model_output = {name: jagged([rows[n] for n in sorted(rows)]) for name, rows in actual.items()}
     return {"model_output": model_output, "loss": [o["loss"] for o in output_lst], "metrics": metrics}
 
 

@@ -21,7 +21,7 @@ from tests.runs import chats, file_of, source
 FILES = Path(__file__).parents[1] / "examples" / "launch"
 
 STUBS = {
-    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else echo "scontrol $*" >> "$TOLD"; fi',
+    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
     "srun": """
 shift
 trap 'kill -USR1 $a $b' USR1
@@ -29,21 +29,21 @@ SLURM_NODEID=0 "$@" & a=$!
 SLURM_NODEID=1 "$@" & b=$!
 wait $a; wait $a; x=$?; wait $b; y=$?; exit $((x | y))""",
     "torchrun": """
-echo "$*" >> "$TOLD"
+echo "$*" >> "$CALLS"
 trap 'exit 1' USR1
-touch "$TOLD.$SLURM_NODEID"
+touch "$CALLS.$SLURM_NODEID"
 if [ "$WAITS" = yes ]; then sleep 20 & wait; fi""",
 }
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job of two nodes; what is called goes to the file TOLD."""
+    """The environment of a job of two nodes; what is called goes to the file CALLS."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     return os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "args"), "WAITS": "",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "args"), "WAITS": "",
         "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "x[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
     }  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_slurm(slurm: dict[str, str]) -> None:
     script = str(FILES / "slurm.sh")
     assert "file of the run" in subprocess.run(["bash", script], capture_output=True, text=True, check=False).stderr
     subprocess.run(["bash", script, "a run.toml"], env=slurm, check=True, timeout=20)
-    message = sorted(Path(slurm["TOLD"]).read_text().splitlines())
+    message = sorted(Path(slurm["CALLS"]).read_text().splitlines())
     for number, line in enumerate(message):
         args = parse_args(line.replace("a run.toml", "run.toml").split())
         assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", number, "8")
@@ -68,12 +68,12 @@ def test_slurm_before_the_time_limit(slurm: dict[str, str]) -> None:
     """The signal reaches every torchrun, and the job is queued again."""
     child = subprocess.Popen(["bash", str(FILES / "slurm.sh"), "run.toml"], env=slurm | {"WAITS": "yes"})
     until = time.monotonic() + 20
-    while not all(Path(f"{slurm['TOLD']}.{node}").exists() for node in (0, 1)):
+    while not all(Path(f"{slurm['CALLS']}.{node}").exists() for node in (0, 1)):
         assert time.monotonic() < until
         time.sleep(0.05)
     child.send_signal(signal.SIGUSR1)
     assert child.wait(10) == 1
-    assert Path(slurm["TOLD"]).read_text().splitlines()[-1] == "scontrol requeue 123"
+    assert Path(slurm["CALLS"]).read_text().splitlines()[-1] == "scontrol requeue 123"
 
 
 def test_kubernetes() -> None:

@@ -139,8 +139,8 @@ def _vllm_scaling(config: Mapping[str, Any], module: str) -> float:
         module += ".down_proj"
 
     def of(pattern: str, default: float) -> float:
-        found = (config.get(pattern) or {}).items()
-        return next((value for key, value in found if re.match(rf"(.*\.)?({key})$", module)), default)
+        patterns = (config.get(pattern) or {}).items()
+        return next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", module)), default)
 
     rank, alpha = of("rank_pattern", config["r"]), of("alpha_pattern", config["lora_alpha"])
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

@@ -78,12 +78,12 @@ def expected(source: Path, loss: str) -> tuple[float, dict[str, float], dict[str
     """Compute the step by hand: scores of all documents from plain logits, and a loss over lists."""
     _, head, _ = LOSSES[loss]
     engine = engine_of(source, {}, loss)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
 
     def whole(scores: Any, fields: Any, docs: Any) -> Tensor:
         values = {key: torch.cat(docs.split(x)) for key, x in scores.items()}
-        total, found["metrics"] = rl_losses.by_hand(loss, values)
-        found["loss"] = float(total)
+        total, actual["metrics"] = rl_losses.by_hand(loss, values)
+        actual["loss"] = float(total)
         return total
 
     engine.loss = mw.Loss(whole, per="micro_batch", normalise=False)
@@ -95,7 +95,7 @@ def expected(source: Path, loss: str) -> tuple[float, dict[str, float], dict[str
             mw.logprobs(engine.model, batch, temperature=TEMPERATURE), logprobs.where(batch.is_target_T, 0.0)
         )
     engine.backward([batch])
-    return found["loss"], found["metrics"], mw.gather(engine.model, "grad")
+    return actual["loss"], actual["metrics"], mw.gather(engine.model, "grad")
 
 
 _answers: dict[tuple[str, str], Any] = {}
@@ -105,7 +105,7 @@ def _expected(source: Path, loss: str) -> Any:
     key = (source.name, loss)
     if key not in _answers:
         cases = {(source.name, name): lambda name=name: expected(source, name) for name in LOSSES}
-        _answers.update({k: found[0] for k, found in worlds.in_turn(1, cases).items()})
+        _answers.update({k: actual[0] for k, actual in worlds.in_turn(1, cases).items()})
     return _answers[key]
 
 
@@ -120,9 +120,9 @@ def _run(source: Path, mesh: dict[str, int], loss: str) -> list[Any]:
     return _runs[key][loss]
 
 
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
+def worst(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert actual.keys() == wanted.keys()
+    return max(float((actual[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_by_hand(sources: dict[str, Path], family: str, mesh: dict[str, int], loss: str) -> None:
     value, metrics, grads = _expected(sources[family], loss)
-    for rank, (found, found_metrics, found_grads, evaluated) in enumerate(_run(sources[family], mesh, loss)):
-        assert found == pytest.approx(value, rel=1e-9)
+    for rank, (actual, found_metrics, found_grads, evaluated) in enumerate(_run(sources[family], mesh, loss)):
+        assert actual == pytest.approx(value, rel=1e-9)
         assert evaluated == pytest.approx(value, rel=1e-9)
         assert {key: found_metrics[key] for key in metrics} == pytest.approx(metrics, rel=1e-9)
         if not rank:
@@ -345,9 +345,9 @@ def unusual(source: Path) -> dict[str, Any]:
     def grads(loss: Any, batch: mw.Batch = batch) -> dict[str, Tensor]:
         engine.loss = loss
         engine.backward([batch])
-        found = mw.gather(engine.model, "grad")
+        actual = mw.gather(engine.model, "grad")
         engine.discard()
-        return found
+        return actual
 
     def own_mean(scores: Any, fields: Any, docs: Any) -> Tensor:
         pairs = zip(docs.split(scores["logprobs"]), docs.split(docs.is_target_T), strict=True)
@@ -369,8 +369,8 @@ def unusual(source: Path) -> dict[str, Any]:
 
 
 def test_unusual_losses(sources: dict[str, Path]) -> None:
-    (found,) = worlds.run(1, unusual, sources["qwen3"])
-    assert max(found.values()) < 1e-9, found
+    (actual,) = worlds.run(1, unusual, sources["qwen3"])
+    assert max(actual.values()) < 1e-9, actual
 
 
 def test_sums_of_documents_are_wide() -> None:

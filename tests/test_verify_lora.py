@@ -62,7 +62,7 @@ def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture
 def test_bugs_are_caught(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, oracle = CAUGHT[bug]
     result = verified(capsys, *arguments.split(), "--against", "none", "--plant", bug)
-    findings = [row for run in result["runs"] for row, found in run["oracles"].items() if found]
+    findings = [row for run in result["runs"] for row, rows in run["oracles"].items() if rows]
     assert findings[:1] == [oracle]
 
 

@@ -21,7 +21,7 @@ from meshwright.verify import Options, RunResult, plan, report, session, transfo
 from tests import parts, tiny
 from tests.words import words
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def compared_with_transformers(at: Path, model: str = "tiny-qwen3", seed: int = 0) -> RunResult:
@@ -97,9 +97,9 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "1 + w in bfloat16, in backward": (one_added_in_bfloat16_in_backward, "tiny-qwen3.5",
         r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*"),
     "1 + w in bfloat16": (one_added_in_bfloat16, "tiny-qwen3.5", r"R1 \S*norm: in bfloat16 its (outputs|scales) .*"),
-    "of equal blocks the later, in float32": (later_of_equal_blocks_in_float32, str(HERE / "qwen4_exp.json"),
+    "of equal blocks the later, in float32": (later_of_equal_blocks_in_float32, str(FOLDER / "qwen4_exp.json"),
         r"M1 logits in float32: .* off ours in float64, in two micro-batches"),
-    "two tables of one size": (first_table_again, str(HERE / "qwen4_exp.json"),
+    "two tables of one size": (first_table_again, str(FOLDER / "qwen4_exp.json"),
         r"M1 \S*ngram_embedding\.weight: its shape is \[195, 3\] in our files, \[273, 3\] there"),
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_block_that_rounding_exchanges_is_no_finding(tmp_path: Path) -> None:
     """In float64 R1 takes the blocks that bfloat16 chose: one other block changes gradients by some percent."""
-    part = compared_with_transformers(tmp_path, str(HERE / "qwen4_exp.json"), seed=6)
+    part = compared_with_transformers(tmp_path, str(FOLDER / "qwen4_exp.json"), seed=6)
     assert (list(part.findings), part.oracles) == ([], ("M1", "R1"))
 
 

@@ -87,8 +87,8 @@ def round_trip(model: Any, at: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(at / "source", dtype=torch.bfloat16)
     loaded.save_pretrained(at / "saved")
     saved = load_file(at / "saved" / "model.safetensors")
-    exact, found = tensors[A_LOG], saved[A_LOG]
-    print(f"A_log: {exact.dtype} in the source, {found.dtype} when saved; {changed(exact, found)}")
+    exact, actual = tensors[A_LOG], saved[A_LOG]
+    print(f"A_log: {exact.dtype} in the source, {actual.dtype} when saved; {changed(exact, actual)}")
     print(f"mtp.fc.weight: in the source, {'kept' if 'mtp.fc.weight' in saved else 'not'} in what is saved")
 
 

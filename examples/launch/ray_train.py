@@ -13,9 +13,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 import meshwright as mw
 
 
-def rank(told: dict[str, str]) -> None:
+def rank(options: dict[str, str]) -> None:
     """Ray has joined the workers: the mesh takes their process group."""
-    mw.Trainer(mw.train.read(told["file"])).run()
+    mw.Trainer(mw.train.read(options["file"])).run()
 
 
 def main(file: str, *, use_gpu: bool = True) -> None:

@@ -74,7 +74,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         self.own_global_group = not dist.is_initialized()
         timeout = DIST_GROUP_DEFAULT_TIMEOUT.total_seconds()
         self.mesh = mw.Mesh(**axes, device=current_platform.device_type, timeout_s=timeout)
-        # Collective, so all ranks make them here, in this order.
+        # Collective, so all ranks make them in this order.
         self._data_group, self._model_group = self.mesh.process_group(_DATA), self.mesh.process_group(_MODEL)
         self._cpu_group = self.mesh.host_group(_ALL)
 

@@ -1,7 +1,7 @@
 """Forward and backward over documents of unequal length, with a loss that a framework calls on whole micro-batches.
 
 Frameworks hand over jagged tensors: the tokens of all documents of a micro-batch, one after the other, without padding.
-Here they become batches of one length on all data ranks, and scores come back without padding, in the same order.
+They become batches of one length on all data ranks, and scores come back without padding, in the same order.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def _packed(documents: Sequence[Tensor], number: int, length: int, values: bool)
 
 def scores(model: mw.Model, batches: Sequence[mw.Batch], temperature: float) -> list[dict[str, Tensor]]:
     """Return the scores of each batch by name, without padding: `[tokens]`. No gradients."""
-    found = mw.scores(model, batches, temperature=temperature)
+    actual = mw.scores(model, batches, temperature=temperature)
     return [
         {name: x[: len(batch) - batch.num_filler] for name, x in each.items()}
-        for batch, each in zip(batches, found, strict=True)
+        for batch, each in zip(batches, actual, strict=True)
     ]
 
 
-def losses_of(mesh: mw.Mesh, loss: JaggedLoss, found: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+def losses_of(mesh: mw.Mesh, loss: JaggedLoss, actual: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """Call a loss on the scores of each micro-batch. If it fails on one rank, all raise."""
-    call = lambda: [loss(number, each) for number, each in enumerate(found)]  # noqa: E731 - short
+    call = lambda: [loss(number, each) for number, each in enumerate(actual)]  # noqa: E731 - short
     return mesh.together(call, "the loss of a framework", mw.DataError, "no loss was computed")
 
 

@@ -104,7 +104,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         name = get_device_name()
         device = torch.device(name, get_device_id()) if name != "cpu" else name
         self.mesh = mw.Mesh(**mesh_axes(engine_config.mesh, world), device=device)
-        self._data_group = self.mesh.process_group(_DATA)  # collective: here all ranks are together
+        self._data_group = self.mesh.process_group(_DATA)  # collective: all ranks are together now
         self._saved: list[str] = []
 
     def initialize(self) -> None:
@@ -242,8 +242,8 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         batches = jagged.packed(self.mesh, documents, self.engine_config.length_multiple, values=self.head == "value")
         call = _Call(self, micro, loss_function, self._entropy_of(data))
         if forward_only:
-            found = jagged.scores(self.model, batches, temperature)
-            jagged.losses_of(self.mesh, call, found)
+            actual = jagged.scores(self.model, batches, temperature)
+            jagged.losses_of(self.mesh, call, actual)
         else:
             call.keeps_output = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
             jagged.backward(self.engine, batches, call, temperature)

@@ -351,8 +351,8 @@ class Mesh:
 
         Without torchrun, all ranks.
         """
-        here = self.global_node
-        return range(bisect_left(self.ranks, here.start), bisect_left(self.ranks, here.stop))
+        of_node = self.global_node
+        return range(bisect_left(self.ranks, of_node.start), bisect_left(self.ranks, of_node.stop))
 
     @property
     def global_node(self) -> range:

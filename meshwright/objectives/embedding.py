@@ -130,7 +130,7 @@ class Embedding:
         cosine_GC, own_G1 = anchors.unit_ND @ others.unit_ND.t(), own_G[:, None]
         positive_G1 = cosine_GC.gather(1, own_G1)
         is_false_GC = (cosine_GC > positive_G1 + self.false_negative_margin).detach()
-        # Another group of the same row has the same query: what answers it there is no negative here.
+        # Another group of the same row has the same query: what answers it there is no negative.
         is_same_GC = (anchors.row_N[:, None] == others.row_N) & (anchors.group_N[:, None] != others.group_N)
         logits_GC = (cosine_GC / self.temperature).masked_fill(is_false_GC | is_same_GC, -torch.inf)
         terms_G = cross_entropy(logits_GC, own_G, reduction="none")

@@ -221,7 +221,7 @@ def _without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _has_kernel(d_EOI: Tensor) -> bool:
-    """Tell whether kernels/unused_experts.py writes zeros here, and nothing but zeros."""
+    """Tell whether kernels/unused_experts.py writes zeros on this device, and nothing but zeros."""
     odd = d_EOI[0].numel() % 16 > 0 if len(d_EOI) else False  # Triton compiles the kernel once for each
 
     def trial() -> tuple[list[Tensor], list[Tensor]]:

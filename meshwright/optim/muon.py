@@ -135,7 +135,7 @@ class Muon(AdamW):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         momentum = self.momentum * state[0] + (1 - self.momentum) * grad
         used = self.momentum * momentum + (1 - self.momentum) * grad if self.nesterov else momentum
-        # The polynomial acts on singular values alone, so that it needs no products of matrices here.
+        # The polynomial acts on singular values alone, so that it needs no products of matrices.
         left, values, right = torch.linalg.svd(used, full_matrices=False)
         values = values / max(float(values.square().sum().sqrt()), _EPS)
         for _ in range(_STEPS):

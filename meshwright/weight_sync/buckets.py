@@ -36,7 +36,7 @@ def fill(stream: Stream, specs: Sequence[TensorSpec], bucket: Tensor) -> Iterato
     """Fill a bucket again and again. Yield how many bytes it holds; it is overwritten when the next item is asked for.
 
     Each tensor is compared with its spec. The last bucket is yielded after the stream has ended: whatever it raises,
-    some receiver still waits, and can be told.
+    some receiver still waits, and can be sent an error.
     """
     used, tensors = 0, iter(stream)
     for spec in specs:

@@ -2,7 +2,7 @@
 
 Such a group is made outside the mesh, with NCCL or gloo, as inference engines make it (vLLM's stateless process group,
 SGLang's update_weights_from_distributed). The first broadcast is the metadata, as JSON; then buckets follow. Every
-bucket begins with a number that says whether the sender failed, so an error there is an error here and not a hang.
+bucket begins with a number that says whether the sender failed: every receiver then raises its error, and none hangs.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class TensorSpec:
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Refuse a tensor of a stream that is not the one that was announced."""
-        found = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-        if found != self:
+        actual = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+        if actual != self:
             raise ConfigError(
-                f"the stream yields {found}, but its specs announced {self}; take both from one model with the same "
+                f"the stream yields {actual}, but its specs announced {self}; take both from one model with the same "
                 "arguments: mw.tensor_specs and mw.stream"
             )
 

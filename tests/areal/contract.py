@@ -43,7 +43,7 @@ def decorators(node: ast.FunctionDef) -> set[str]:
 
 def defaults(node: ast.ClassDef) -> dict[str, Any]:
     """The fields of a dataclass. A default that is no plain value is a string of source."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             value = each.value
@@ -51,10 +51,10 @@ def defaults(node: ast.ClassDef) -> dict[str, Any]:
                 named = {k.arg: k.value for k in value.keywords}
                 value = named.get("default", named.get("default_factory"))
             try:
-                found[each.target.id] = None if value is None else ast.literal_eval(value)
+                actual[each.target.id] = None if value is None else ast.literal_eval(value)
             except ValueError:
-                found[each.target.id] = ast.unparse(value)
-    return found
+                actual[each.target.id] = ast.unparse(value)
+    return actual
 
 
 def contract(package: Path) -> dict[str, Any]:

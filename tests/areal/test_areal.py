@@ -75,7 +75,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(numbers: range) -> dict[str, Tensor]:
     """Rows of a padded batch, as AReaL's trainers make them: masks and old values are already shifted."""
     draw, width = torch.Generator().manual_seed(3), max(p + a for p, a in zip(PROMPTS, ANSWERS, strict=True))
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     for p, a in zip(PROMPTS, ANSWERS, strict=True):
         noise = torch.randn(5, width, generator=draw)
         at = torch.arange(width)
@@ -86,8 +86,8 @@ def rows(numbers: range) -> dict[str, Tensor]:
             "advantages": noise[2], "values": noise[3], "returns": noise[4], "ref_logprobs": -4.9 + 0.2 * noise[1],
         }  # fmt: skip
         for name, x in of_row.items():
-            found.setdefault(name, []).append(x)
-    return {name: torch.stack([x[n] for n in numbers]) for name, x in found.items()}
+            actual.setdefault(name, []).append(x)
+    return {name: torch.stack([x[n] for n in numbers]) for name, x in actual.items()}
 
 
 def in_float64() -> None:
@@ -158,7 +158,7 @@ def share(engine: Any) -> dict[str, Tensor]:
 
 def trained(source: Path, where: str) -> dict[str, Any]:
     """For each loss: scores, gradients and two steps, then the loss again."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for case in CASES:
         engine = started(backend.MeshwrightEngine(config_of(source, case)), where)
         weights, grads = mw.gather(engine.model), keep_grads(engine)
@@ -168,13 +168,13 @@ def trained(source: Path, where: str) -> dict[str, Any]:
         kept = dict(grads)
         engine.lr_scheduler_step()
         second = engine.train_batch(share(engine), *loss_of(case))
-        found[case] = {
+        actual[case] = {
             "weights": weights, "grads": kept, "steps": [first, second], "scores": scores,
             "judged": float(engine.eval().eval_batch(share(engine), *loss_of(case))),
             "data_rank": engine.data_parallel_rank, "head": engine.is_data_parallel_head(),
             "stats": engine.export_stats(),
         }  # fmt: skip
-    return found
+    return actual
 
 
 _runs: dict[str, list[dict[str, Any]]] = {}
@@ -215,8 +215,8 @@ def by_transformers(source: Path, case: str, weights: dict[str, Tensor]) -> tupl
     return {**grads, **({"score.weight": head.grad} if head is not None else {})}, ordered
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    return max(float((found[k] - wanted[k]).norm() / wanted[k].norm().clamp(min=1e-12)) for k in found)
+def distance(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((actual[k] - wanted[k]).norm() / wanted[k].norm().clamp(min=1e-12)) for k in actual)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -229,8 +229,8 @@ def test_gradients_and_scores_equal_those_of_areals_loss_on_transformers(source:
     assert distance(ranks[0]["grads"], grads) < 2e-5
     heads = sorted((each for each in ranks if each["head"]), key=lambda each: each["data_rank"])
     assert len(heads) == (2 if "d2" in where else 1)
-    found = [row for each in heads for row in each["scores"]]
-    for n, (row, x) in enumerate(zip(found, scores, strict=True)):
+    actual = [row for each in heads for row in each["scores"]]
+    for n, (row, x) in enumerate(zip(actual, scores, strict=True)):
         end = PROMPTS[n] + ANSWERS[n] - (case not in ("critic", "rw"))  # the last token predicts nothing
         assert torch.allclose(row[:end].double(), x[:end], rtol=0, atol=1e-5)
         assert not row[PROMPTS[n] + ANSWERS[n] :].any()
@@ -263,8 +263,8 @@ def test_every_method_of_the_abstract_class_is_implemented_with_its_arguments() 
         assert isinstance(own, property) == isinstance(method, property), name
         if isinstance(method, property) or name == "initialize":  # whose arguments each engine names itself
             continue
-        mine, theirs = (inspect.signature(each).parameters for each in (own, method))
-        assert {k: p.default for k, p in mine.items()} == {k: p.default for k, p in theirs.items()}, name
+        ours, of_areal = (inspect.signature(each).parameters for each in (own, method))
+        assert {k: p.default for k, p in ours.items()} == {k: p.default for k, p in of_areal.items()}, name
     fsdp = inspect.signature(areal.engine.FSDPEngine.initialize).parameters
     assert list(inspect.signature(backend.MeshwrightEngine.initialize).parameters) == list(fsdp)
 
@@ -361,13 +361,13 @@ def by_roles(source: Path, where: str) -> dict[str, Any]:
 def test_areals_roles_train_alike_on_every_mesh(source: Path) -> None:
     (one,) = run_ranks(1, by_roles, source, "fsdp:d1", seconds=300)
     for where in ("fsdp:t2", "megatron:p2"):
-        found = run_ranks(2, by_roles, source, where, seconds=300)
+        actual = run_ranks(2, by_roles, source, where, seconds=300)
         for name in ("actor", "critic", "lm", "dpo"):
-            before = distance(found[0][name], one[name])
+            before = distance(actual[0][name], one[name])
             assert before < 1e-6, (where, name, before)
         for name, value in one["stats"].items():
             if "lr" not in name:
-                assert all(each["stats"][name] == pytest.approx(value, rel=1e-4, abs=1e-6) for each in found), name
+                assert all(each["stats"][name] == pytest.approx(value, rel=1e-4, abs=1e-6) for each in actual), name
 
 
 # Weights
@@ -429,18 +429,18 @@ def handed_over(source: Path, at: Path, where: str) -> dict[str, Any]:
     engine.set_version(3)
     engine.connect_engine(servers, WeightUpdateMeta(type="disk", path=str(at / "update")))
     engine.update_weights(WeightUpdateMeta(type="disk", path=str(at / "update")))
-    found: dict[str, Any] = {"disk": list(servers.calls), "head": engine.is_data_parallel_head()}
+    actual: dict[str, Any] = {"disk": list(servers.calls), "head": engine.is_data_parallel_head()}
     if servers.calls:
-        found["name"] = float(name_resolve.get(names.update_weights_from_disk("e", "t", 3)))
+        actual["name"] = float(name_resolve.get(names.update_weights_from_disk("e", "t", 3)))
     servers.calls.clear()
     network = WeightUpdateMeta(type="xccl", gen_allocation=ModelAllocation.from_str("sglang:d1"))
     network.weight_chunked_mem_mb = 0
     engine.connect_engine(servers, network)
     engine.update_weights(network)
-    found["calls"], found["weights"] = servers.calls, mw.gather(engine.model)
+    actual["calls"], actual["weights"] = servers.calls, mw.gather(engine.model)
     if servers.calls:
         servers.specs.put(None)
-        found["sums"] = dict(iter(functools.partial(servers.out.get, timeout=60), None))
+        actual["sums"] = dict(iter(functools.partial(servers.out.get, timeout=60), None))
         os.waitpid(servers.pid, 0)
     kept = SaveLoadMeta(path=str(at / "kept"), weight_format="dcp", with_optim=True)
     engine.train_batch(share(engine), *loss_of("sft"))
@@ -451,7 +451,7 @@ def handed_over(source: Path, at: Path, where: str) -> dict[str, Any]:
     engine.lr_scheduler_step()
     norms.append(engine.train_batch(share(engine), *loss_of("sft"))["grad_norm"])
     engine.destroy()
-    return {**found, "norms": norms, "initialized": engine.initialized, "memory": engine.get_device_stats().mem_used}
+    return {**actual, "norms": norms, "initialized": engine.initialized, "memory": engine.get_device_stats().mem_used}
 
 
 def test_weights_reach_servers_and_files(source: Path, tmp_path: Path) -> None:

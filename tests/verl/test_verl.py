@@ -140,7 +140,7 @@ def share(engine: Any, **more: Any) -> Any:
 
 def trained(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
     """For each loss: gradients, then two steps through `train_batch`, then scores."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for case in CASES:
         engine = engine_of(source, mesh, case)
         with engine.train_mode():
@@ -161,13 +161,13 @@ def trained(source: Path, mesh: dict[str, int]) -> dict[str, Any]:
             k: v.values if hasattr(v, "values") and not isinstance(v, dict) else v
             for k, v in out["metrics"].items()
         } if source_rank else {}  # fmt: skip
-        found[case] = {
+        actual[case] = {
             "grads": grads, "weights": weights, "source": source_rank, "loss": sum(out["loss"]), "metrics": metrics,
             "norms": [s["metrics"].get("grad_norm") for s in steps], "lr": lr,
             "output": plain(out) if source_rank else {},
             "scored": plain(scored), "judged": sum(judged["loss"]), "data_rank": engine.get_data_parallel_rank(),
         }  # fmt: skip
-    return found
+    return actual
 
 
 _runs: dict[str, list[dict[str, Any]]] = {}
@@ -210,15 +210,15 @@ def by_transformers(source: Path, case: str, weights: dict[str, Tensor]) -> tupl
 def test_gradients_equal_those_of_verls_loss_on_transformers(source: Path, mesh: dict[str, int], case: str) -> None:
     ranks = [each[case] for each in run(source, mesh)]
     loss, grads = by_transformers(source, case, ranks[0]["weights"])
-    found = ranks[0]["grads"]
-    assert {k for k in grads if k in found} == found.keys()
-    worst = max(float((found[k] - grads[k]).norm() / grads[k].norm().clamp(min=1e-12)) for k in found)
+    actual = ranks[0]["grads"]
+    assert {k for k in grads if k in actual} == actual.keys()
+    worst = max(float((actual[k] - grads[k]).norm() / grads[k].norm().clamp(min=1e-12)) for k in actual)
     assert worst < 1e-5, worst  # RoPE and norms of transformers are float32 in a float64 model
     sources = [each for each in ranks if each["source"]]
     assert len(sources) == mesh.get("fsdp", 1)
     # verl reports the mean over data ranks of what each has summed
     assert abs(sum(each["loss"] for each in sources) / len(sources) - loss) < 1e-5
-    norm = torch.stack([x.norm() for x in found.values()]).norm()
+    norm = torch.stack([x.norm() for x in actual.values()]).norm()
     assert all(abs(each["norms"][0] - norm) < 1e-9 * norm for each in sources)
 
 
@@ -226,9 +226,9 @@ def test_gradients_equal_those_of_verls_loss_on_transformers(source: Path, mesh:
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_steps_scores_and_metrics_equal_those_of_one_process(source: Path, mesh: dict[str, int], case: str) -> None:
     (one,) = [each[case] for each in run(source, {})]
-    found = run(source, mesh)[0][case]["grads"]
-    worst = max(float((found[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in one["grads"].items())
-    assert found.keys() == one["grads"].keys()
+    actual = run(source, mesh)[0][case]["grads"]
+    worst = max(float((actual[k] - x).norm() / x.norm().clamp(min=1e-12)) for k, x in one["grads"].items())
+    assert actual.keys() == one["grads"].keys()
     assert worst < 1e-9, worst
     sources = sorted((each[case] for each in run(source, mesh) if each[case]["source"]), key=lambda x: x["data_rank"])
     for key in ("output", "scored"):
@@ -261,12 +261,12 @@ def test_every_method_of_the_abstract_class_is_implemented_with_its_arguments() 
 
 def test_the_methods_kept_as_data_are_those_of_this_verl() -> None:
     kept = json.loads((Path(__file__).parents[1] / "verl_0_9_1.json").read_text())
-    found = {
+    actual = {
         name: list(inspect.signature(method).parameters)[1:]
         for name, method in vars(BaseEngine).items()
         if inspect.isfunction(method) and not name.startswith("_")
     }
-    assert kept["methods"] == found
+    assert kept["methods"] == actual
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine"])

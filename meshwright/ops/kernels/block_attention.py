@@ -127,9 +127,9 @@ def _key_gradients(
     dk_NK, dv_NK = tl.zeros([NP, KP], tl.float32), tl.zeros([NP, KP], tl.float32)
     PER: tl.constexpr = M // RP
     for at in range(start, stop, PER):
-        here = at + m // RP
-        is_row = (here < stop) & (m % RP < R)
-        t = tl.load(queries + here, mask=is_row, other=0).to(tl.int64)
+        row_at = at + m // RP
+        is_row = (row_at < stop) & (m % RP < R)
+        t = tl.load(queries + row_at, mask=is_row, other=0).to(tl.int64)
         heads = t * G * R + g * R + m % RP
         q_MK, d_MK = _load(q, heads, is_row, K, K, KP), _load(d_o, heads, is_row, K, K, KP)
         lse_M, delta_M = tl.load(lse + heads, mask=is_row, other=0.0), tl.load(delta + heads, mask=is_row, other=0.0)

@@ -46,10 +46,10 @@ def inverse(A, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
     unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     diagonal, blocks = tl.where(same_block, A, 0.0), unit
     for r in range(1, B):
-        here = (i % B) == r
-        row = tl.sum(tl.where(here[:, None], diagonal, 0.0), 0)  # at j: row r of the block that j is in
+        is_row = (i % B) == r
+        row = tl.sum(tl.where(is_row[:, None], diagonal, 0.0), 0)  # at j: row r of the block that j is in
         solved = -tl.sum(row[:, None] * blocks, 0)
-        blocks = tl.where(here[:, None] & same_block & (i[:, None] > i[None, :]), solved[None, :], blocks)
+        blocks = tl.where(is_row[:, None] & same_block & (i[:, None] > i[None, :]), solved[None, :], blocks)
     E = tl.dot(blocks, tl.where(same_block, 0.0, A), input_precision=PRECISION)
     E2 = tl.dot(E, E, input_precision=PRECISION)
     powers = unit - E + E2 - tl.dot(E, E2, input_precision=PRECISION)

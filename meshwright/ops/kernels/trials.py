@@ -1,6 +1,6 @@
 """The gate of Meshwright's own elementwise kernels: each is compared with its formula on the device it is to run on.
 
-`fastest` is the gate of kernels that compute on documents. These here work on rows, blocks or elements. A kernel passes
+`fastest` is the gate of kernels that compute on documents. These work on rows, blocks or elements. A kernel passes
 a trial once a process for each kind of input, or is not used, and a warning says so once.
 """
 
