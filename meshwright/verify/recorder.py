@@ -90,21 +90,25 @@ class Recorder:
         if self._store is None or len(ranks) < 2:
             return
         turn, self._turns[ranks] = self._turns[ranks], self._turns[ranks] + 1
+        keys = {other: f"{ranks}/{turn}/{other}" for other in ranks if other != self._rank}
         self._store.set(f"{ranks}/{turn}/{self._rank}", local)
-        for other in ranks:
-            try:
-                self._store.wait([f"{ranks}/{turn}/{other}"], datetime.timedelta(seconds=self._seconds))
-            except dist.DistStoreError:
-                raise RankError(
-                    f"rank {other} did not reach collective {turn} of ranks {list(ranks)} within {self._seconds:.0f} "
-                    f"s; rank {self._rank} waits at {local}"
-                ) from None
-            remote = self._store.get(f"{ranks}/{turn}/{other}").decode()
-            if remote != local:
+        missing = list[int]()
+        try:  # for all ranks at once: each call is a round trip to the store, and a trial has thousands
+            self._store.wait([*keys.values()], datetime.timedelta(seconds=self._seconds))
+        except dist.DistStoreError:
+            present = {other: key for other, key in keys.items() if self._store.check([key])}
+            missing, keys = [other for other in keys if other not in present], present
+        for other, remote in zip(keys, self._store.multi_get([*keys.values()]), strict=True):
+            if remote.decode() != local:
                 raise RankError(
                     f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {local}, "
-                    f"rank {other} at {remote}"
+                    f"rank {other} at {remote.decode()}"
                 )
+        if missing:
+            raise RankError(
+                f"rank {missing[0]} did not reach collective {turn} of ranks {list(ranks)} within {self._seconds:.0f} "
+                f"s; rank {self._rank} waits at {local}"
+            )
 
 
 _RECORDERS: list[Recorder] = []
