@@ -7,7 +7,7 @@
     python -m bench.device --rehearse                             # tiny sizes on a CPU; times mean nothing
 
 A step has two documents of 4096 tokens. Weights are random, in the published sizes. A kind is one of `mw.MemoryOptions`
-(none, selective, full, compiled, offload), fp8, moments (of AdamW in bfloat16) or formulas (without our Triton
+(none, selective, full, compiled, offload), fp8, moments (of AdamW in bfloat16), muon or formulas (without our Triton
 kernels), or several joined by "+" (default: none, full and fp8). Meshwright has float32 parameters and optimizer state,
 and matmuls in bfloat16. Of the peers, transformers has everything in bfloat16, with torch's fused AdamW and
 scaled_dot_product_attention; float32 has masters and moments as Meshwright does, by autocast; compiled and liger are
@@ -43,7 +43,7 @@ from bench.gpu import Device, formulas_only, profiled, provenance
 from meshwright.blueprint import Blueprint
 from meshwright.memory.budget import Need
 from meshwright.memory.simulate import ACTIVATIONS, StepWork
-from meshwright.optim import AdamW
+from meshwright.optim import AdamW, Muon
 from meshwright.recipe import MemoryOptions
 
 DOCUMENTS, TOKENS = 2, 4096
@@ -79,6 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "none": {},
     "formulas": {"formulas": True},
     "moments": {"optimizer": AdamW(state_dtype=torch.bfloat16)},
+    "muon": {"optimizer": Muon()},
     "fp8": {"fp8": "block"},
     "selective": {"memory": MemoryOptions(recompute="selective")},
     "full": {"memory": MemoryOptions(recompute="full")},

@@ -35,7 +35,7 @@ LEAST_S = 10.0  # with less time left a stage is not begun
 PASSED, GARBLED = "passed", "printed no table"
 KERNEL_TESTS = [
     "tests/test_kernels_gpu.py", "tests/test_delta_kernel.py", "tests/ops/test_fp8.py", "tests/ops/test_fused.py",
-    "tests/ops/test_kernels.py",
+    "tests/ops/test_kernels.py", "tests/test_muon.py",
 ]  # fmt: skip
 SLOWER = 4  # times the limit of a stage, in a rehearsal
 ABSENT = " is left out"  # in a line of a bench about what this machine lacks
@@ -88,7 +88,7 @@ STAGES = [
     steps("1.7b", 120, "qwen3-1.7b", "none", "compiled", "formulas", peers=("transformers", "liger")),
     steps("4b", 90, "qwen3-4b", "none", "compiled"),
     steps("8b", 90, "qwen3-8b", "moments", "moments+compiled"),
-    steps("mixture", 100, MIXTURE, "none", "moments", "formulas", peers=("transformers", "float32")),
+    steps("mixture", 110, MIXTURE, "none", "moments", "muon", "formulas", peers=("transformers", "float32")),
     steps("3.5-2b", 100, "qwen3.5-2b", "none", "compiled", "formulas"),
     steps("fp8-4b", 50, "qwen3-4b", "fp8", "fp8+compiled", peers=()),
     steps("fp8-8b", 50, "qwen3-8b", "fp8+moments", "fp8+moments+compiled", peers=()),
