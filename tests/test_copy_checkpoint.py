@@ -117,6 +117,15 @@ def goes_on(at: Path, out: Path) -> list[float]:
     return train(engine, 1)
 
 
+def test_the_newest_of_a_store_is_that_of_most_steps() -> None:
+    """By text step 1,000,000 would come before step 999,999."""
+    fs = MemoryFileSystem()
+    for step in ("999999", "1000000", "000007"):
+        fs.pipe_file(f"/steps/step-{step}/meshwright.json", b"{}")
+    names = [each.path for each in copy._candidates(copy.Place(fs, "/steps", "memory://steps"))]
+    assert names == [f"/steps/step-{step}" for step in ("1000000", "999999", "000007")]
+
+
 def test_training_goes_on_from_a_copy(run: Path, tmp_path: Path) -> None:
     mw.copy_checkpoint(run, "faulty://b/run")
     copy = Path(mw.copy_checkpoint("faulty://b/run", tmp_path / "c"))

@@ -230,7 +230,10 @@ def test_where_windows_begin_is_cached(tmp_path: Path, monkeypatch: pytest.Monke
     assert described(whole(again)) == described(whole(made)) == described(whole(three(**options)))
     assert again.fingerprint == made.fingerprint
     three(cache=tmp_path, seed=6, **options)
-    assert len([*tmp_path.iterdir()]) == 2
+    for amount in (dict(epochs=0.7), dict(epochs=None, streams=11)):
+        other = three(cache=tmp_path, **{**options, "streams": None, **amount})
+        assert described(whole(other)) == described(whole(three(**{**options, "streams": None, **amount})))
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 @pytest.mark.parametrize("damage", [

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from meshwright.integrations import options
 from tests import areal_cases, fake_areal, parts, tiny, trials, verl_cases, worlds
 
 ROOT = Path(__file__).parents[1]
@@ -262,3 +263,12 @@ def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
         assert torch.allclose(sent, x.double())
     assert ranks[1]["network"] == ([], [])
     assert (source.parent / "areal" / "files-adapters" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("axes", "fsdp"),
+    [({}, 8), (dict(ep=4), 8), (dict(tp=2, ep=4), 4), (dict(pp=2, cp=2, tp=None), 2), (dict(fsdp=3), 3)],
+)
+def test_fsdp_gets_the_ranks_that_other_axes_leave(axes: dict[str, int | None], fsdp: int) -> None:
+    """Experts are divided among the same ranks, so ep takes none of them."""
+    assert options.mesh_axes(axes, 8)["fsdp"] == fsdp

@@ -333,6 +333,13 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
     assert len(message) < 800
 
 
+def test_the_odd_one_out_comes_first() -> None:
+    """Of ranks that all wait: seven at one collective, and one at another."""
+    where = {rank: at(WAITS, "the loss" if rank == 5 else "the norm") for rank in range(8)}
+    later = {rank: at(WAITS, each.at, 14.0, 8.0) for rank, each in where.items()}
+    assert re.match(r"rank 5: .*the loss.*ranks 0-4, 6-7: .*the norm", diagnose(where, later, "host", 600.0))
+
+
 def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=os.getpid())}
     assert re.search(r"no sign of life\b.*\bprocess runs", diagnose(silent, silent, "host", 1.0))

@@ -11,6 +11,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import meshwright
 from meshwright.checkpoint import inspect
@@ -201,6 +202,21 @@ def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -
         parts = list(inspect._parts(source, entry))
     assert len(parts) > 1
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_nan_differs_from_a_number_and_not_from_a_nan(tmp_path: Path) -> None:
+    sources = []
+    for name, value in {"number": 1.0, "nan": float("nan"), "again": float("nan")}.items():
+        at = tiny.directory(tmp_path / name, "qwen3")
+        tensors = load_file(at / "model.safetensors")
+        tensors["model.norm.weight"][3] = value
+        save_file(tensors, at / "model.safetensors")
+        sources.append(open_source(at))
+    number, nan, again = ((each, each.entries["model.norm.weight"]) for each in sources)
+    assert [*inspect._of_values("weights", nan, again)] == []
+    for pair in ((number, nan), (nan, number)):
+        [difference] = inspect._of_values("weights", *pair)
+        assert (difference.largest, difference.num) == (float("inf"), 1)
 
 
 def test_memory_that_no_code_writes_shows() -> None:

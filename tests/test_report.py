@@ -153,6 +153,15 @@ def test_charts_of_what_is_there(tmp_path: Path) -> None:
     assert data["experts"] == [None]
 
 
+def test_a_source_that_comes_later_has_a_curve(tmp_path: Path) -> None:
+    """A rare source has no token in the first steps."""
+    usual = {"train/loss": 1.0, "train/loss/all": 1.5}
+    lines = [line("step", step, **usual, **({"train/loss/rare": 2.0} if step == 99 else {})) for step in range(1, 100)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    charts = {chart["metric"]: chart["curves"] for chart in chart_data([read_run(tmp_path)])["charts"]}
+    assert [curve["label"] for curve in charts["source"]] == ["all", "rare"]
+
+
 def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole, below 2 MB, and nothing in it ends a script or asks the network for anything."""
     runs = [fake_run(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]

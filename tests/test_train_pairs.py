@@ -8,8 +8,10 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.objectives import teacher_scores
 from meshwright.ops.part_sizes import shrunk_part_sizes
+from meshwright.recipe import Recipe
 from meshwright.train import config_file, dry_run, launch, loop, reference_scores, teacher_files
 from meshwright.train import run as run_module
 from meshwright.train.run import run
@@ -360,3 +363,19 @@ def test_labels_are_shown_by_name(
     path = file_of(tmp_path / "run", objective, runs.source(tmp_path / "m", "qwen3"))
     assert main(["data", str(path), "--show", "30"]) == 0
     assert {*re.findall(r" -> \[(.*?)\]", capsys.readouterr().out)} == names
+
+
+def test_scores_are_kept_apart_by_all_that_they_depend_on(tmp_path: Path) -> None:
+    """Of a reference model its weights and how it computes; of a teacher the data and how much of them."""
+    plain = reference_scores.Reference(tmp_path, Recipe(), "w")
+    changes: list[dict[str, Any]] = [
+        dict(dtype=torch.float32), dict(fp8="block"), dict(fp8="block", fp8_skip=("*.o",)), dict(frozen="nf4"),
+    ]  # fmt: skip
+    others = [replace(plain, recipe=replace(plain.recipe, **each)) for each in changes]
+    keys = [each.key for each in (plain, replace(plain, weights="v"), *others)]
+    assert len({*keys}) == len(keys)
+    amounts: list[Any] = [
+        SimpleNamespace(plan=SimpleNamespace(fingerprint=fingerprint, num_streams=streams))
+        for fingerprint, streams in (("a", 1), ("a", 2), ("b", 1))
+    ]
+    assert len({teacher_files._mark(tmp_path, each) for each in amounts}) == 3

@@ -134,7 +134,7 @@ def _names(metric: str, run: Run) -> list[str]:
         return [*_TOGETHER[metric]]
     if metric != "source":
         return [metric]
-    return sorted({name for line in run.of("step")[:50] for name in line if name.startswith(_SOURCE)})
+    return sorted({name for line in run.of("step") for name in line if name.startswith(_SOURCE)})
 
 
 def _value(line: Mapping[str, Any], name: str) -> float | None:
