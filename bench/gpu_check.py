@@ -81,7 +81,7 @@ def tests(name: str, seconds: float, files: Sequence[str], rehearsed: Sequence[s
 
 
 STAGES = [
-    Stage("kernels", 130, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
+    Stage("kernels", 160, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
     tests("tests", 80, [*KERNEL_TESTS, "-k", UNTIMED], ["tests/test_kernels_experts.py"]),
     Stage("nccl", 110, ["bench.nccl"], ["bench.nccl", "--rehearse"]),
     tests("lost-ranks", 100, ["tests/test_nccl.py", "-k", "lost"], ["tests/test_nccl.py", "-k", "lost"]),

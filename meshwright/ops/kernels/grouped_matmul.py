@@ -109,7 +109,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 def _grouped_rows(x_NK: Tensor, weight_EKC: Tensor, ends_E: Tensor) -> Tensor:
     num_experts, depth, width = weight_EKC.shape
     y_NC = x_NK.new_empty(len(x_NK), width)
-    by_column = weight_EKC.mT.is_contiguous()
+    by_column = weight_EKC.stride(1) < weight_EKC.stride(2)
     columns, step = _tile(width, _COLUMNS), _tile(depth, _STEP_BYTES // x_NK.element_size())
     num_tiles = len(x_NK) // _ROWS + num_experts
     if y_NC.numel():
