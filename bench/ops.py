@@ -170,9 +170,7 @@ def _ways(x: Tensor, weights: Sequence[Tensor], counts_E: Tensor) -> dict[str, C
     if all(experts.can_group(x, weight) for weight in weights):
         ways["torch's"] = partial(experts._grouped, counts_E, F.grouped_mm)
     if version_of("triton"):
-        from meshwright.ops.kernels.grouped_matmul import grouped_mm
-
-        ways["ours"] = partial(experts._grouped, counts_E, grouped_mm)
+        ways["ours"] = partial(experts._grouped, counts_E, experts.OUR_PRODUCT)
     else:
         print("triton is not installed: our grouped product is left out", flush=True)
     return ways

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from meshwright.ops import deferred_weight_grads, fp8_storage, meta_kernels, rows
 from meshwright.ops.experts import LowRank
 from meshwright.ops.kernels import trials
+from meshwright.parallel import recompute
 from tests.interpreter import assert_close, kernels_of, planted
 from tests.ops.references import differentiate, rand
 
@@ -202,6 +203,21 @@ def test_weight_gradients_are_deferred(by_kernel):
     for job in jobs:
         job()
     assert all(map(torch.equal, (x.grad for x in inputs), want))
+
+
+def test_selective_recomputation_keeps_products(by_kernel, monkeypatch):
+    kernels, launched = kernels_of("grouped_matmul"), []
+    real = kernels.launch
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, *more, **options: launched.append(1) or real(kernel, *more, **options)
+    )
+    inputs = [rand(*shape, seed=at, dtype=torch.float32) for at, shape in enumerate(SHAPES[:3])]
+    want = differentiate(mixture, inputs)
+    for kept, num in ((recompute._COSTLY, 6), ([], 8)):
+        launched.clear()
+        got = differentiate(partial(recompute._checkpointed, mixture, kept), inputs)
+        assert len(launched) == num
+        assert all(map(torch.equal, got, want))
 
 
 def test_no_gradient_of_codes_is_computed(by_kernel):

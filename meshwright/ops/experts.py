@@ -33,6 +33,20 @@ from .rows import ROUNDING, Rows
 Multiply = Callable[[Tensor, Weight, Fp8], Tensor]  # rows, a matrix for each expert, whether in FP8
 Product = Callable[..., Tensor]  # called as torch's `grouped_mm`
 
+# An operation of torch, so that recompute="selective" keeps its results.
+_library = torch.library.Library("meshwright", "FRAGMENT")
+_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
+
+
+def _our_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    from .kernels.grouped_matmul import grouped_mm
+
+    return grouped_mm(a, b, offs=offs)
+
+
+_library.impl("grouped_mm", _our_product, "CompositeExplicitAutograd")
+OUR_PRODUCT: Product = torch.ops.meshwright.grouped_mm.default
+
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
 _TILE = 16  # rows of an AMX tile on a CPU
 
@@ -113,9 +127,7 @@ def _multiply(x: Tensor, weights: Sequence[Weight], rows: Rows) -> Multiply:
     if all(can_group(x, weight) for weight in weights):
         return _grouped(rows.counts_E, F.grouped_mm)
     if all(_has_product(x, weight) for weight in weights):
-        from .kernels.grouped_matmul import grouped_mm
-
-        return _grouped(rows.counts_E, grouped_mm)
+        return _grouped(rows.counts_E, OUR_PRODUCT)
     return _looped(rows)
 
 
@@ -168,8 +180,6 @@ def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
 
 def _try_product(x: Tensor, out: int, width: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return y, dx and dW of a few rows, by the kernel and by its formula, for tensors of the kind of x."""
-    from .kernels.grouped_matmul import grouped_mm
-
     counts = [3, 0, 131, *[0] * 126, 1]  # more experts than one look at their ends covers, more rows than a tile
     noise = torch.Generator().manual_seed(0)
     rows_NI, d_NO, weight_EOI = (
@@ -178,8 +188,8 @@ def _try_product(x: Tensor, out: int, width: int) -> tuple[list[Tensor], list[Te
     )
     ends_E = torch.tensor(counts, device="cpu").cumsum(0).to(x.device, torch.int32)
     results = [
-        grouped_mm(rows_NI, weight_EOI.mT, offs=ends_E), grouped_mm(d_NO, weight_EOI, offs=ends_E),
-        grouped_mm(d_NO.mT, rows_NI, offs=ends_E),
+        OUR_PRODUCT(rows_NI, weight_EOI.mT, offs=ends_E), OUR_PRODUCT(d_NO, weight_EOI, offs=ends_E),
+        OUR_PRODUCT(d_NO.mT, rows_NI, offs=ends_E),
     ]  # fmt: skip
     due = [torch.zeros_like(each) for each in (d_NO, rows_NI, weight_EOI)]
     each_expert = zip(*(t.split(counts) for t in (rows_NI, d_NO, *due[:2])), weight_EOI, due[2], strict=True)

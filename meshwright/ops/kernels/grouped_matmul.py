@@ -1,9 +1,9 @@
 """Multiply the rows of each expert by its matrix, and rows by rows for its gradient: one launch for all experts.
 
 The formula is the loop of ops/experts.py, which stays the reference and the fallback. The loop copies the numbers of
-rows to the host; here they stay on the device. The grid is that of the worst case, whose idle programs end at once:
-experts begin at most `E` tiles more than all rows together fill. So tile `first // ROWS + expert` is the first one of
-an expert whose rows begin at `first`.
+rows to the host; here they stay on the device, and grids are those of the worst case. Tile `begin // ROWS + expert` is
+the first of an expert whose rows begin at `begin`: before the next expert's first one there is room for all of its
+tiles. Where none is needed, the program ends at once.
 
 Products are summed in float32, in an order that depends on the shapes alone, and rounded once.
 """
@@ -74,9 +74,7 @@ def _by_matrices(
 
 
 @triton.jit(do_not_specialize_on_alignment=["ends"])
-def _by_rows(
-    d, x, ends, out, R, C, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+def _by_rows(d, x, ends, out, R, C, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
     """Multiply rows of an expert, [n, R] transposed, by others, [n, C]: zeros where it has none. -> [E, R, C]"""
     num_across = tl.cdiv(C, COLUMNS)
     num_tiles = tl.cdiv(R, HEIGHT) * num_across
@@ -98,7 +96,7 @@ def _by_rows(
 
 
 def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """Multiply by groups, called as torch's `grouped_mm`; groups end at `offs`, int32, and the last with the rows.
+    """Multiply by groups, called as torch's `grouped_mm`. Groups end at `offs`, int32, and the last ends with the rows.
 
     a [N, K], b [E, K, C] -> [N, C]: the rows of each group by its matrix.
     a [R, N], b [N, C] -> [E, R, C]: the columns of each group by its rows, zeros where it has none.
