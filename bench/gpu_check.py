@@ -81,8 +81,8 @@ def tests(name: str, seconds: float, files: Sequence[str], rehearsed: Sequence[s
 
 
 STAGES = [
-    Stage("kernels", 130, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
-    tests("tests", 80, [*KERNEL_TESTS, "-k", UNTIMED], ["tests/test_kernels_experts.py"]),
+    Stage("kernels", 160, ["bench.kernels"], ["bench.kernels", "--rehearse"]),
+    tests("tests", 100, [*KERNEL_TESTS, "-k", UNTIMED], ["tests/test_kernels_experts.py"]),
     Stage("nccl", 110, ["bench.nccl"], ["bench.nccl", "--rehearse"]),
     tests("lost-ranks", 100, ["tests/test_nccl.py", "-k", "lost"], ["tests/test_nccl.py", "-k", "lost"]),
     steps("1.7b", 120, "qwen3-1.7b", "none", "compiled", "formulas", peers=("transformers", "liger")),

@@ -175,7 +175,9 @@ def _shown(result: float | None, how: str = ".4f") -> str:
 
 def decisions(tables: Tables) -> str:
     """Return which defaults the times speak for."""
-    rows = [*_of_ops(tables), *_of_delta_rule(tables), *_of_steps(tables), *_of_fp8(tables)]
+    rows = [
+        *_of_ops(tables), *_of_grouped(tables), *_of_delta_rule(tables), *_of_steps(tables), *_of_fp8(tables),
+    ]  # fmt: skip
     return f"**Decisions**\n\n{Table(('default', 'times', 'ratio', 'choose'), rows)}" if rows else "**Decisions**: none"
 
 
@@ -205,6 +207,19 @@ def _of_ops(tables: Tables) -> Iterator[tuple[str, ...]]:
         share = min(each for each in speeds if each) / dense
         choice = "torch's" if share > 0.7 else "look for another"
         yield "grouped product", f"slowest {share:.0%} of dense", f"{share:.2f}", choice
+
+
+def _of_grouped(tables: Tables) -> Iterator[tuple[str, ...]]:
+    """Compare the two fastest ways that are right, for each of the sizes that were timed."""
+    timed = [t for of_stage in tables.values() for t in of_stage if t.header[0] == "rows by expert"]
+    for name in dict.fromkeys(row[0] for table in timed for row in table.rows):
+        times = {
+            row[1]: value(tables, "ms", *row[:2]) for table in timed for row in table.rows
+            if row[0] == name and (number(row[table.header.index("off by")]) or 0.0) <= MOST_OFF
+        }  # fmt: skip
+        fastest = sorted((ms, side) for side, ms in times.items() if ms)[:2]
+        if len(fastest) == 2:
+            yield from _chosen(f"rows by expert: {name}", "ms", {side: ms for ms, side in fastest})
 
 
 def _of_delta_rule(tables: Tables) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Our Triton kernels beside the formulas they stand for and the kernels of others: how far off, how fast, how large.
 
-    python -m bench.kernels               # on a GPU: about two minutes, most of them compiling
+    python -m bench.kernels               # on a GPU: two or three minutes, most of them compiling
     python -m bench.kernels --tune        # and every launch of `CHOICES`, compared before it is timed
     python -m bench.kernels --rehearse    # on a CPU: tiny sizes in Triton's interpreter, in float16; times mean nothing
 
@@ -194,7 +194,7 @@ def main() -> None:
     device = "cpu" if options.rehearse else "cuda"
     on = Device(device)
     print(provenance(on), flush=True)
-    for table in (ops.compared, ops.products):
+    for table in (ops.compared, ops.products, ops.grouped):
         fenced(table, on, partial(milliseconds, kind=device))
     if not version_of("triton"):
         print("triton is not installed: the delta rule is left out, and the tests of kernels are skipped")

@@ -1,6 +1,7 @@
 """Ops with our Triton kernels and with the formulas for which they stand, and the speed of matmuls; for bench.kernels.
 
-An op runs twice through the same call: as the gate of its kernel decides, and with every kernel of ours refused.
+An op runs twice through the same call: as the gate of its kernel decides, and with every kernel of ours refused. Rows
+are multiplied by the matrices of experts in each of the three ways of ops/experts.py, whatever it would choose.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu import Device, formulas_only
+from bench.machine import version_of
 from meshwright.ops import documents, rows, token_stats
 from meshwright.ops.fp8_matmul import fp8_linear
 
@@ -23,6 +25,7 @@ experts = importlib.import_module("meshwright.ops.experts")
 
 Milliseconds = Callable[[Callable[[], object]], float]
 Call = Callable[..., Tensor]
+Multiply = Callable[[Tensor, Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,65 @@ def products(device: Device, milliseconds: Milliseconds) -> None:
             f"| {name} | {T} x {D} -> {R}, {E} experts | {ms:.3f} | {speed / 1e12:.0f} | {device.mfu(speed)} |",
             flush=True,
         )
+
+
+def grouped(device: Device, milliseconds: Milliseconds) -> None:
+    """Print what rows by experts' matrices take, forward and backward: in 30B-A3B, and of adapters of its `gate_up`."""
+    num, D, F_, E = (64, 32, 16, 10) if device.rehearses else (65536, 2048, 768, 128)
+    share_E = torch.arange(E, device=device.kind) % 9  # an expert in nine has no rows, and one twice the mean
+    counts_E = share_E * num // share_E.sum()
+    counts_E[-1] += num - counts_E.sum()
+    print("\n| rows by expert | side | sizes | off by | ms | TFLOP/s | MFU |", "|---" * 7 + "|", sep="\n", flush=True)
+    cases = {"gate_up": [(2 * F_, D)], "down": [(D, F_)]}
+    for name, shapes in (cases | {f"adapters of rank {r}": [(r, D), (2 * F_, r)] for r in (16, 4)}).items():
+        _print_ways(device, milliseconds, name, counts_E, _streams(device, num, E, shapes))
+
+
+def _streams(device: Device, num: int, E: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Draw rows and the matrices that multiply them one after the other."""
+    dtype = torch.float32 if device.rehearses else torch.bfloat16  # what torch groups on a CPU
+    weights = [noise(device, E, *shape, dtype=dtype) / shape[1] ** 0.5 for shape in shapes]
+    return [noise(device, num, shapes[0][1], dtype=dtype), *weights]
+
+
+def _print_ways(
+    device: Device, milliseconds: Milliseconds, name: str, counts_E: Tensor, streams: Sequence[Tensor]
+) -> None:  # fmt: skip
+    """Print the time of each way, and how far off the loop it is."""
+    x, *weights = streams
+    sizes = " x ".join(map(str, [len(x), x.shape[1], *(weight.shape[1] for weight in weights)]))
+    expected: list[Tensor] = []
+    for side, way in _ways(x, weights, counts_E).items():
+        op = Op(name, sizes, partial(_in_turn, way), streams, trained=range(len(streams)))
+        try:
+            results, ms = op.run(op.call), milliseconds(partial(op.run, op.call))
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the others are still timed
+            print(f"    {side} refuses {name}: {type(error).__name__} {str(error)[:150]}", flush=True)
+            continue
+        expected = expected or results
+        off = max(
+            float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(results, expected, strict=True)
+        )
+        speed = 6 * len(x) * sum(weight[0].numel() for weight in weights) / ms * 1e3
+        print(f"| {name} | {side} | {sizes} | {off:.1e} | {ms:.3f} | {speed / 1e12:.0f} | {device.mfu(speed)} |")
+
+
+def _in_turn(way: Callable[[], Multiply], x: Tensor, *weights: Tensor) -> Tensor:
+    """Multiply rows by the matrices of one weight after the other."""
+    multiply = way()
+    for weight in weights:
+        x = multiply(x, weight, False)
+    return x
+
+
+def _ways(x: Tensor, weights: Sequence[Tensor], counts_E: Tensor) -> dict[str, Callable[[], Multiply]]:
+    """Return the ways that this machine has; the loop, the reference, comes first."""
+    given = rows.Rows(x, x.new_ones(len(x)), counts_E, None, lambda y_ND: y_ND)
+    ways = {"loop": partial(experts._looped, given)}
+    if all(experts.can_group(x, weight) for weight in weights):
+        ways["torch's"] = partial(experts._grouped, counts_E, F.grouped_mm)
+    if version_of("triton"):
+        ways["ours"] = partial(experts._grouped, counts_E, experts.OUR_PRODUCT)
+    else:
+        print("triton is not installed: our grouped product is left out", flush=True)
+    return ways

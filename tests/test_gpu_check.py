@@ -124,3 +124,21 @@ def test_kernels_are_switched_off_where_formulas_are_timed(monkeypatch: pytest.M
     with gpu.formulas_only():
         assert used() == [False, False, True]
     assert used() == [True, True, True]
+
+
+def test_the_fastest_way_that_is_right_multiplies_rows_of_experts() -> None:
+    log = """| rows by expert | side | sizes | off by | ms |
+|---|---|---|---|---|
+| down | loop | 8 x 4 | 0.0e+00 | 9.0 |
+| down | torch's | 8 x 4 | 1.0e-03 | 3.0 |
+| down | ours | 8 x 4 | 1.0e-03 | 2.0 |
+| adapters of rank 4 | loop | 8 x 4 | 0.0e+00 | 9.0 |
+| adapters of rank 4 | ours | 8 x 4 | nan | 1.0 |
+| gate_up | loop | 8 x 4 | 0.0e+00 | 9.0 |
+| gate_up | torch's | 8 x 4 | 0.0e+00 | 3.0 |
+| gate_up | ours | 8 x 4 | 5.0e-01 | 1.0 |"""
+    decided = gpu_tables.decisions({"kernels": gpu_tables.tables_in(log)}).splitlines()[4:]
+    assert decided == [
+        "| rows by expert: down | ours 2 ms, torch's 3 ms | 1.50 | ours |",
+        "| rows by expert: gate_up | torch's 3 ms, loop 9 ms | 3.00 | torch's |",
+    ]

@@ -69,6 +69,33 @@ def test_experts(device, dtype):
         assert rows._has_kernel(torch.zeros(2, width, dtype=dtype, device=device), num)
 
 
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    [((384, 512), torch.bfloat16), ((4, 512), torch.bfloat16), ((300, 37), torch.bfloat16), ((300, 37), torch.float16)],
+)
+def test_grouped_products(device, widths, dtype):
+    """By the kernel, next to float64: many experts, some of them empty, and no wait for the device."""
+    product, counts = kernels_of("grouped_matmul").grouped_mm, [each % 9 * 40 for each in range(160)]
+    shapes = (sum(counts), widths[1]), (sum(counts), widths[0]), (160, *widths)
+    x, d, weight = (rand(*shape, seed=at, dtype=dtype, grad=False).to(device) for at, shape in enumerate(shapes))
+    assert experts._has_product(x, weight)
+    ends = torch.tensor(counts).cumsum(0).int().to(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [product(x, weight.mT, offs=ends), product(d, weight, offs=ends), product(d.mT, x, offs=ends)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    groups = [*zip(x.split(counts), d.split(counts), weight, strict=True)]
+    due = [
+        torch.cat([a.double() @ matrix.double().mT for a, _, matrix in groups]),
+        torch.cat([b.double() @ matrix.double() for _, b, matrix in groups]),
+        torch.stack([b.double().mT @ a.double() for a, b, _ in groups]),
+    ]
+    for got, want in zip(results, due, strict=True):
+        assert (got.double() - want).norm() <= rows.ROUNDING[dtype] * want.norm()
+    assert not results[2][0].any(), "an expert without rows"
+
+
 @pytest.mark.parametrize("copy", [None, torch.bfloat16])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 def test_adamw(device, state, copy):

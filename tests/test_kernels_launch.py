@@ -4,6 +4,7 @@ import ast
 import inspect
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,12 +93,17 @@ def test_the_form_of_a_launch_is_that_of_the_trial(monkeypatch, by, width):
     x, at, docs = rand(6, width, dtype=torch.float32, grad=False), torch.arange(6), documents([6], "cpu")
     v, gates = rand(6, 1, 2, width, dtype=torch.float32, grad=False), rand(6, 1, 2, dtype=torch.float32, grad=False)
     rule, sums, fp8 = kernels_of("delta_rule"), kernels_of("row_sums"), kernels_of("fp8_blocks")
-    for each in (rule, sums, fp8):
+    grouped, weight = kernels_of("grouped_matmul"), rand(2, 24, width, dtype=torch.float32, grad=False)
+    product = partial(grouped.grouped_mm, offs=torch.tensor([2, 6], dtype=torch.int32))
+    for each in (rule, sums, fp8, grouped):
         monkeypatch.setattr(each, "launch", recorded)
     calls = [
         (lambda y: sums.sum_rows(y, at, 2), [x]),
         (lambda q, k, *more: rule.from_state((q, k, *more), rule.stream_of(docs, 1, 0), None),
          [x[:, None], x[:, None].clone(), v, -gates.abs(), gates.sigmoid()]),
+        (lambda y, w: product(y, w.mT), [x, weight]),
+        (product, [rand(6, 24, dtype=torch.float32, grad=False), weight]),
+        (lambda d, y: product(d.mT, y), [rand(6, 24, dtype=torch.float32, grad=False), x]),
     ]  # fmt: skip
     if width == 128:
         calls += [(fp8.quantised_rows, [x]), (fp8.quantised_matrix, [rand(128, 256, dtype=torch.float32, grad=False)])]

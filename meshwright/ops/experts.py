@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +21,31 @@ from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import Matrix, fp8_linear
 from .fp8_storage import Weight, join_weights, split_weights
 from .fp8_tensor import Blocks, Fp8
-from .kernels import uncompiled
+from .kernels import NARROW, uncompiled
 from .kernels.launch import is_dense
 from .kernels.trials import agrees
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, to_host
 from .norms import swiglu, upcast
 from .replayed_choices import replayed
-from .rows import Rows
+from .rows import ROUNDING, Rows
 
 Multiply = Callable[[Tensor, Weight, Fp8], Tensor]  # rows, a matrix for each expert, whether in FP8
+Product = Callable[..., Tensor]  # called as torch's `grouped_mm`
+
+# An operation of torch, so that recompute="selective" keeps its results.
+_library = torch.library.Library("meshwright", "FRAGMENT")
+_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
+
+
+def _our_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    from .kernels.grouped_matmul import grouped_mm
+
+    return grouped_mm(a, b, offs=offs)
+
+
+_library.impl("grouped_mm", _our_product, "CompositeExplicitAutograd")
+OUR_PRODUCT: Product = torch.ops.meshwright.grouped_mm.default
 
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
 _TILE = 16  # rows of an AMX tile on a CPU
@@ -77,8 +92,7 @@ def experts(
     """Run SwiGLU experts on rows sorted by expert. -> y_ND, each row times its routing weight
 
     `gate_up` has R = 2F rows, [gate; up]. The routing weight is applied before `down`, where rows are F wide and
-    nothing else has to be kept for its gradient. Without `rows.counts` the loop over experts copies the counts to the
-    host, and so waits for the device.
+    nothing else has to be kept for its gradient. `_multiply` chooses what runs.
 
     Experts without rows still get gradients: zeros, never None. `fp8`: run the matmuls with `gate_up` and `down` in
     FP8. A scale covers one row, or a block of one expert, so routing moves no scale. `lora`: adapters of `gate_up` and
@@ -89,30 +103,38 @@ def experts(
         # The grouped kernel would leave the rows beyond the counts uninitialised, in the output and in dX.
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     # The choice for the base does not depend on adapters: where B is 0 the result must be the base's to the bit.
-    grouped = can_group(x_ND, down_EDF) and not any(fp8)  # no grouped kernel has block scales
-    multiply = _grouped(counts_E) if grouped else _looped(rows)
+    multiply = _looped(rows) if any(fp8) else _multiply(x_ND, (gate_up_ERD, down_EDF), rows)
     hidden_NR = _adapted(multiply(x_ND, gate_up_ERD, fp8[0]), x_ND, lora[0], rows)
     x_NF = swiglu(hidden_NR, weight_N)
     return _adapted(multiply(x_NF, down_EDF, fp8[1]), x_NF, lora[1], rows)
 
 
 def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
-    """Add what the adapters make of the rows of each expert: rounded once.
-
-    A rank or a width that is not a multiple of 16 bytes is a stride that the grouped kernel refuses: then a loop runs,
-    which waits for the device.
-    """
+    """Add what the adapters make of the rows of each expert: rounded once."""
     if lora is None:
         return y
-    grouped = can_group(x, lora.a_ErI) and can_group(x, lora.b_EOr)
-    multiply = _grouped(rows.counts_E) if grouped else _looped(rows)
+    multiply = _multiply(x, (lora.a_ErI, lora.b_EOr), rows)
     return torch.add(y, multiply(multiply(x, lora.a_ErI, False), lora.b_EOr, False), alpha=lora.scale)
 
 
-def _grouped(counts_E: Tensor) -> Multiply:
+def _multiply(x: Tensor, weights: Sequence[Weight], rows: Rows) -> Multiply:
+    """Choose what multiplies rows like x by these weights, in backward too. No grouped product has FP8's block scales.
+
+    torch's grouped product where it has a kernel, else ours where it agrees with the formula, else a loop over experts.
+    The loop copies the counts to the host, if `rows.counts` lacks them, and so waits for the device. Nothing is chosen
+    by its time: a run could not be repeated.
+    """
+    if all(can_group(x, weight) for weight in weights):
+        return _grouped(rows.counts_E, F.grouped_mm)
+    if all(_has_product(x, weight) for weight in weights):
+        return _grouped(rows.counts_E, OUR_PRODUCT)
+    return _looped(rows)
+
+
+def _grouped(counts_E: Tensor, product: Product) -> Multiply:
     """Return a grouped GEMM: one kernel launch for all experts, whatever their numbers of rows."""
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    return lambda x, weight_EOI, _: _grouped_linear(x, weight_EOI, counts_E, ends_E)
+    return lambda x, weight_EOI, _: _grouped_linear(x, weight_EOI, counts_E, ends_E, product)
 
 
 def _looped(rows: Rows) -> Multiply:
@@ -126,8 +148,8 @@ def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
 
     It has no float64 and wants strides of whole 16 bytes. The strides are D, 2F and F elements; an F that does not fit
     passes forward and fails only in backward. On a CPU it does not pad rows, which bfloat16 needs there (`_factor`). On
-    a GPU its bfloat16 kernel exists for Hopper to Blackwell; elsewhere torch loops as we do, but waits for the device
-    at each matmul.
+    a GPU its bfloat16 kernel exists for Hopper to Blackwell; elsewhere torch loops, and waits for the device at each
+    matmul.
     """
     if kind_of(x_ND.device) == "cpu":
         kernel = x_ND.dtype == torch.float32
@@ -146,44 +168,80 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return capability
 
 
-def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
+    """Tell whether kernels/grouped_matmul.py multiplies here: on an accelerator where it agrees with the formula."""
+    if x.dtype not in NARROW:
+        return False
+    # The kernel is compiled for what is kept of a width: its tile, and whether 16 divides it. Some edges are ragged.
+    out, width = (size if size <= 256 else 129 + (size - 1) % 128 for size in weight_EOI.shape[1:])
+    trial = functools.partial(_try_product, x, out, width)
+    return agrees("grouped_matmul", (x.dtype, out, width), x.device, trial, ROUNDING[x.dtype])
+
+
+def _try_product(x: Tensor, out: int, width: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return y, dx and dW of a few rows, by the kernel and by its formula, for tensors of the kind of x."""
+    counts = [3, 0, 131, *[0] * 126, 1]  # more experts than one look at their ends covers, more rows than a tile
+    noise = torch.Generator().manual_seed(0)
+    rows_NI, d_NO, weight_EOI = (
+        torch.randn(shape, generator=noise, device="cpu").to(x.device, x.dtype)
+        for shape in ((sum(counts), width), (sum(counts), out), (len(counts), out, width))
+    )
+    ends_E = torch.tensor(counts, device="cpu").cumsum(0).to(x.device, torch.int32)
+    results = [
+        OUR_PRODUCT(rows_NI, weight_EOI.mT, offs=ends_E), OUR_PRODUCT(d_NO, weight_EOI, offs=ends_E),
+        OUR_PRODUCT(d_NO.mT, rows_NI, offs=ends_E),
+    ]  # fmt: skip
+    due = [torch.zeros_like(each) for each in (d_NO, rows_NI, weight_EOI)]
+    each_expert = zip(*(t.split(counts) for t in (rows_NI, d_NO, *due[:2])), weight_EOI, due[2], strict=True)
+    for x_NI, d, y, dx, matrix, dw in each_expert:
+        y.copy_(x_NI.float() @ matrix.float().mT)
+        dx.copy_(d.float() @ matrix.float())
+        dw.copy_(d.float().mT @ x_NI.float())
+    return results, due
+
+
+def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor, product: Product) -> Tensor:
     """Multiply each expert's rows by its matrix; groups end at `ends_E`, which stays on the device."""
     if isinstance(weight_EOI, Tensor):
         weight_EOI = weight_EOI.to(x.dtype)
-    if is_deferring() or not isinstance(weight_EOI, Tensor):
-        return _LateGroups.apply(x, weight_EOI, counts_E, ends_E)  # torch leaves apply untyped
+    if product is not F.grouped_mm or is_deferring() or not isinstance(weight_EOI, Tensor):
+        return _LateGroups.apply(x, weight_EOI, counts_E, ends_E, product)  # torch leaves apply untyped
     used_EOI: Tensor = _ZeroGradient.apply(weight_EOI, counts_E)
     y: Tensor = F.grouped_mm(_contiguous(x), used_EOI.contiguous().mT, offs=ends_E)
     return _ContiguousGradient.apply(y)
 
 
 class _LateGroups(torch.autograd.Function):
-    """A grouped matmul whose backward can defer the weight gradient (zero bubble).
+    """A grouped matmul by any product, whose backward can defer the weight gradient (zero bubble).
 
     Of weights in 8 or 4 bits it saves the codes, and dequantises them again in backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor, product: Product
+    ) -> Tensor:  # fmt: skip
         tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, counts_E, ends_E, *tensors)
-        ctx.weights = (weight_EOI,)
-        return F.grouped_mm(_contiguous(x), weight_EOI.to(x.dtype).contiguous().mT, offs=ends_E)
+        ctx.product, ctx.weights = product, (weight_EOI,) if is_deferring() else ()
+        return product(_contiguous(x), weight_EOI.to(x.dtype).contiguous().mT, offs=ends_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, counts_E, ends_E, *tensors = ctx.saved_tensors
         (weight_EOI,) = join_weights(tensors, ctx.grids)
         d, (need_x, need_weight, *_) = _contiguous(d), ctx.needs_input_grad
-        dx = F.grouped_mm(d, weight_EOI.to(x.dtype).contiguous(), offs=ends_E) if need_x else None
+        product: Product = ctx.product
+        dx = product(d, weight_EOI.to(x.dtype).contiguous(), offs=ends_E) if need_x else None
 
         def gradients() -> list[Tensor]:
-            return [without_unused(F.grouped_mm(d.mT, _contiguous(x), offs=ends_E), counts_E)]
+            d_EOI = product(d.mT, _contiguous(x), offs=ends_E)
+            return [without_unused(d_EOI, counts_E) if product is F.grouped_mm else d_EOI]  # ours writes zeros
 
         if not need_weight or deferred(ctx.weights, gradients):
-            return dx, None, None, None
-        return dx, gradients()[0], None, None
+            return dx, None, None, None, None
+        return dx, gradients()[0], None, None, None
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -82,8 +82,8 @@ def _sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
     return y_ND.index_select(0, at_N).view(len(at_N) // num, num, y_ND.shape[1]).sum(1)
 
 
-# How far kernels/row_sums.py may be off, of the norm: both sides round once to this dtype.
-_OFF = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# How far a kernel may be off, of the norm, where both sides round once to this dtype.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 def _has_kernel(y_ND: Tensor, num: int) -> bool:
@@ -100,7 +100,7 @@ def _has_kernel(y_ND: Tensor, num: int) -> bool:
         return [row_sums.sum_rows(some_ND, at_N, num)], [_sum_rows(some_ND, at_N, num)]
 
     kind = (y_ND.dtype, y_ND.shape[1], num)
-    return y_ND.is_meta or agrees("row_sums", kind, y_ND.device, trial, _OFF[y_ND.dtype])
+    return y_ND.is_meta or agrees("row_sums", kind, y_ND.device, trial, ROUNDING[y_ND.dtype])
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
