@@ -33,6 +33,7 @@ MESHES: list[dict[str, int]] = [
     dict(fsdp=2, tp=2), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(tp=4), dict(fsdp=4, ep=2), dict(cp=2),
     dict(pp=2), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, fsdp=2), dict(pp=2, tp=2),
 ]  # fmt: skip
+FEW = MESHES if parts.ALL else [MESHES[0], dict(cp=2), *MESHES[8:]]  # all axes, each with another one
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp")
 STEEP = 30.0  # as oracle G1 allows for a gradient through a root near 0, whose last digits rounding decides
 Whole = Mapping[str, Tensor]
@@ -130,7 +131,7 @@ def of_one_process(source_of: Callable[[str], Path]) -> Callable[[str, torch.dty
     return expected
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+@pytest.mark.parametrize("mesh", FEW, ids=trials.named)
 def test_weights_and_momenta_are_those_of_one_process(
     source_of: Callable[[str], Path], of_one_process: Any, mesh: dict[str, int]
 ) -> None:
@@ -154,7 +155,7 @@ def test_weights_and_momenta_are_those_of_one_process(
             assert [key for key in matrices if off[key]] == []
 
 
-@pytest.mark.parametrize("mesh", parts.every(4, MESHES), ids=trials.named)
+@pytest.mark.parametrize("mesh", MESHES if parts.ALL else MESHES[3:5], ids=trials.named)
 def test_every_oracle_holds(source_of: Callable[[str], Path], mesh: dict[str, int]) -> None:
     """O1 with the plain update by singular values, U1 with momenta, K1 and C1 with the bytes of both exchanges."""
     tried = {
