@@ -63,3 +63,9 @@ def test_compiled_code_is_recorded() -> None:
     with Recorder() as recorder:
         assert torch.equal(twice(torch.ones(3, 5)), torch.full((6, 5), 3.0))
     assert _ops(recorder) == [("all_gather", ALL, 120)]
+
+
+def test_only_collectives_are_in_the_namespace_that_is_recorded() -> None:
+    """Whatever is defined as `meshwright::...` is recorded as a collective; operations of a device are elsewhere."""
+    ours = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("meshwright::")}
+    assert ours == {"meshwright::all_gather", "meshwright::reduce_scatter"}

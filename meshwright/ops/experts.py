@@ -33,8 +33,9 @@ from .rows import ROUNDING, Rows
 Multiply = Callable[[Tensor, Weight, Fp8], Tensor]  # rows, a matrix for each expert, whether in FP8
 Product = Callable[..., Tensor]  # called as torch's `grouped_mm`
 
-# An operation of torch, so that recompute="selective" keeps its results.
-_library = torch.library.Library("meshwright", "FRAGMENT")
+# An operation of torch, so that recompute="selective" keeps its results. Not in `meshwright::`, which has collectives
+# alone: `verify` records all of them.
+_library = torch.library.Library("meshwright_ops", "FRAGMENT")
 _library.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
 
@@ -45,7 +46,7 @@ def _our_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 _library.impl("grouped_mm", _our_product, "CompositeExplicitAutograd")
-OUR_PRODUCT: Product = torch.ops.meshwright.grouped_mm.default
+OUR_PRODUCT: Product = torch.ops.meshwright_ops.grouped_mm.default
 
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
 _TILE = 16  # rows of an AMX tile on a CPU

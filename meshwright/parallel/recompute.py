@@ -39,7 +39,7 @@ _COSTLY = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten._grouped_mm.default,
-    torch.ops.meshwright.grouped_mm.default,  # of ops/experts.py
+    torch.ops.meshwright_ops.grouped_mm.default,  # of ops/experts.py
     _aten._scaled_mm_v2.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
