@@ -37,9 +37,10 @@ _UNSUPPORTED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillati
 class MeshwrightEngineConfig(EngineConfig):  # type: ignore[misc] # verl ships no types
     """The config of the engine itself: the mesh, and arguments of `mw.load`.
 
-    `mesh`: sizes of axes; `fsdp` is by default what the others leave. `memory`, `pipeline`, `context`: the fields of
-    `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more arguments of `mw.load`, such as `fp8`.
-    `length_multiple`: micro-batches are padded to a multiple of so many tokens. `weight_dtype`: what a rollout gets.
+    `mesh`: sizes of axes; by default `fsdp` takes the ranks that the other axes leave. `memory`, `pipeline`, `context`:
+    the fields of `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more arguments of `mw.load`, such as
+    `fp8`. `length_multiple`: micro-batches are padded to a multiple of this many tokens. `weight_dtype`: the dtype of
+    the weights that a rollout gets.
     """
 
     strategy: str = BACKEND
@@ -81,7 +82,8 @@ class MeshwrightCriticConfig(CriticConfig):  # type: ignore[misc] # verl ships n
 
 
 class _TrainMode(BaseEngineCtx):  # type: ignore[misc] # verl ships no types
-    """Training: what is offloaded is on the device meanwhile. No gradient is left unless verl asks for that."""
+    """The context of training. What is offloaded is on the device meanwhile. Gradients are dropped unless verl keeps
+    them."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.zero_grad_on_exit or exc_type is not None:
@@ -168,7 +170,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
             move(weights=weights, optimizer=optimizer)
 
     def _offload(self) -> None:
-        """Move to host memory what is offloaded between phases."""
+        """Move what the config offloads between phases to host memory."""
         weights, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=weights, optimizer=optimizer, grad=weights)
 
@@ -251,7 +253,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _checked(self, data: Any) -> float:
-        """Refuse what would be ignored otherwise. Return the temperature."""
+        """Refuse requests that would otherwise be ignored. Return the temperature."""
         for key in _UNSUPPORTED:
             if tu.get_non_tensor_data(data=data, key=key, default=False):
                 raise mw.ConfigError(f"the data ask for {key}, which the backend {BACKEND!r} does not compute")
@@ -263,9 +265,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         if positions is not None and positions.dim() == 2:  # three-dimensional ones are those of text, without pictures
             from_0 = torch.arange(int(offsets[-1]), device=offsets.device)
             if not torch.equal(positions.values(), from_0 - offsets[:-1].repeat_interleave(offsets.diff())):
-                raise mw.DataError(
-                    "position_ids of a sample do not count from 0; positions of one's own are not supported"
-                )
+                raise mw.DataError("position_ids of a sample do not count from 0; custom positions are not supported")
         return self._temperature(data)
 
     def _sum_over_data_ranks(self, mask: Tensor) -> int:
@@ -277,7 +277,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return bool(tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False))
 
     def _temperature(self, data: Any) -> float:
-        """Return the temperature by which logits are divided. One call has one."""
+        """Return the temperature that divides logits. A call must have only one."""
         if self.head == "value":
             return 1.0
         given = data["temperature"]
