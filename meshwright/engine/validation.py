@@ -1,5 +1,5 @@
-"""Checks of arguments, data and results, before any work. They are pure functions of their arguments: none knows a
-model or a rank.
+"""Checks of arguments, data and results, before any work. They are pure functions of their arguments and need no model
+or mesh.
 
 Each catches a mistake that would otherwise train silently on wrong numbers, or fail much later with an error of torch.
 Messages name the argument, its value and the fix.
@@ -162,7 +162,7 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
-    # Of negative numbers only the label -100 has a meaning.
+    # The only negative number with a meaning is the label -100.
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
         if bad.any():
@@ -257,8 +257,8 @@ def check_words(loss: Loss, temperature: float, scores: Container[str]) -> None:
 
 
 def check_word_ids(batches: Sequence[Batch], words: str, vocab: int) -> None:
-    """Refuse words that are missing or outside of the vocabulary, and a token that has a label and no word: its term
-    would be that of no information, without an error."""
+    """Refuse words that are missing or outside of the vocabulary, and a token with a label and no word: its term would
+    be meaningless, without an error."""
     for batch in batches if words else ():
         if words not in batch.fields:
             raise DataError(f"the batch has no field {words!r}, whose words the loss scores; add it by with_fields")
@@ -298,7 +298,7 @@ def check_top_p(top_p: object) -> None:
 
 
 def check_terms(terms: object, shape: tuple[int, ...], per: str) -> None:
-    """Refuse the result of a user's loss unless it is one floating point number for each of what it is about."""
+    """Refuse the result of a user's loss unless it is one floating-point number per unit, as `per` says."""
     if not isinstance(terms, Tensor) or terms.shape != shape:
         result = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
         hint = ' (for a loss of whole documents: mw.Loss(..., per="document"))' if per == "token" else ""

@@ -109,7 +109,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
 
     @property
     def initialized(self) -> bool:
-        """Tell whether the model is loaded."""
+        """Return whether the model is loaded."""
         return self._initialized
 
     def destroy(self) -> None:
@@ -156,7 +156,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         return self.mesh.ranks[int(self.mesh.ranks_over(_MODEL)[0])]
 
     def is_data_parallel_head(self) -> bool:
-        """Tell whether this rank is the first of those that read the same data."""
+        """Return whether this rank is the first of those that read the same data."""
         return self.current_data_parallel_head() == self.mesh.ranks[self.mesh.rank]
 
     # Steps

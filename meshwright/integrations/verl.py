@@ -137,12 +137,12 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Tell whether weights stay in host memory between phases."""
+        """Return whether weights stay in host memory between phases."""
         return bool(self.engine_config.param_offload)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Tell whether optimizer state stays in host memory between phases."""
+        """Return whether optimizer state stays in host memory between phases."""
         return bool(self.engine_config.optimizer_offload)
 
     def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
@@ -197,7 +197,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return self._data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Tell whether this rank hands results to verl: one rank of each data rank, with the head."""
+        """Return whether this rank hands results to verl: one rank of each data rank, with the head."""
         schedule = mw.Pipeline(**self.engine_config.pipeline).schedule
         with_head = 0 if schedule == "v" else self.mesh.axes.pp - 1  # "v" puts first and last stage on one rank
         return (self.mesh.coords["pp"], self.mesh.coords["cp"], self.mesh.coords["tp"]) == (with_head, 0, 0)

@@ -31,7 +31,7 @@ class Quantisable(nn.Module):
         return ops.FrozenWeight(stored, self.grids[name]) if name in self.grids else stored
 
     def fp8(self, name: str) -> ops.Fp8:
-        """Tell whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""
+        """Return whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""
         return name in self.in_fp8 and (self.blocks.get(name),)
 
 

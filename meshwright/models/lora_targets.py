@@ -54,7 +54,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
 
 
 def _matches(target: str, name: str) -> bool:
-    """Tell whether a target means a module: by its last parts, as in PEFT, or by a pattern of its whole name.
+    """Return whether a target means a module: by its last parts, as in PEFT, or by a pattern of its whole name.
 
     The experts of a layer are one stack: fused names (`experts.gate_up_proj`) mean both of its halves.
     """

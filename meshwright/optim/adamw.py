@@ -70,7 +70,7 @@ class AdamW(Optimizer):
         )  # fmt: skip
 
     def fuses(self, param: Tensor, grad: Tensor) -> bool:
-        """Tell whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
+        """Return whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
         `plain_update`."""
         state, kind = self.wide_dtype(param.dtype), type(self)
         if (kind.update, kind.plain_update) != (AdamW.update, AdamW.plain_update):

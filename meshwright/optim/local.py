@@ -107,7 +107,7 @@ class LocalOptimizer:
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
 
     def has_kernel(self, device: torch.device) -> bool:
-        """Tell whether the fused update works on a device.
+        """Return whether the fused update works on a device.
 
         Ranks compare the answer: copies of a parameter would drift apart if one rank updated its copy by the formula.
         """
@@ -181,7 +181,7 @@ class LocalOptimizer:
                 kept[some] = new.to(kept.dtype)
 
     def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
-        """Tell whether an update can write the state in place: it is whole, not quantised, and as wide as the
+        """Return whether an update can write the state in place: it is whole, not quantised, and as wide as the
         parameter."""
         is_wide = all(each.dtype == stored.dtype for each in self.state[name])
         return at is None and name not in self.quantised and is_wide

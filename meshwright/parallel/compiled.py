@@ -52,7 +52,7 @@ class CompiledLayer:
             ) from error
 
     def _takes(self, length: int) -> bool:
-        """Tell whether a length is among the first ones."""
+        """Return whether a length is among the first ones."""
         if length not in self.lengths and len(self.lengths) == _MOST_LENGTHS:
             _say_once(f"layers are compiled for {_MOST_LENGTHS} lengths of a micro-batch; others run slower, such as "
                       f"{length:,} tokens a rank: give mw.pack or mw.batches a length=")  # fmt: skip

@@ -266,7 +266,7 @@ def look_up(table_RW: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_run(numbers: Sequence[int]) -> bool:
-    """Tell whether the numbers are consecutive."""
+    """Return whether the numbers are consecutive."""
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 

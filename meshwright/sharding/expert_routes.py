@@ -37,7 +37,7 @@ class Hop:
 
 
 def divides(token_once: bool | int, ep: int) -> bool:
-    """Tell whether nodes of `token_once` ranks divide `ep`, or one node holds all of it."""
+    """Return whether nodes of `token_once` ranks divide `ep`, or one node holds all of it."""
     per_node = max(1, token_once)
     return ep % per_node == 0 or per_node % ep == 0
 

@@ -116,7 +116,7 @@ class Param:
 
     @property
     def in_fsdp(self) -> bool:
-        """Tell whether FSDP gathers it: neither what it would round, nor tables, since a token needs a few rows."""
+        """Return whether FSDP gathers it: neither what it would round, nor tables, since a token needs a few rows."""
         return not (self.float32 or self.by_rows)
 
     @property

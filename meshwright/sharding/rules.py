@@ -79,7 +79,7 @@ class Rules:
 
 
 def _reaches_all(size: int, parts: int) -> bool:
-    """Tell whether the last of `parts` gets something."""
+    """Return whether the last of `parts` gets something."""
     return chunk(size, parts, parts - 1)[0] < size
 
 
@@ -116,19 +116,20 @@ class ShardingSpec:
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
 
     def holds(self, pp: int) -> bool:
-        """Tell whether units are gathered and reduced once a step because the pipeline holds them (`Pipeline.hold`)."""
+        """Return whether units are gathered and reduced once a step because the pipeline holds them
+        (`Pipeline.hold`)."""
         return pp > 1 and bool(self.recipe.pipeline.hold)
 
     def gathers_once(self, pp: int) -> bool:
-        """Tell whether parameters are gathered once a step."""
+        """Return whether parameters are gathered once a step."""
         return self.recipe.memory.gather_once or self.holds(pp)
 
     def sums_once(self, pp: int) -> bool:
-        """Tell whether gradients are reduced once a step."""
+        """Return whether gradients are reduced once a step."""
         return self.recipe.memory.sum_once or self.holds(pp)
 
     def sends_narrow(self, pp: int) -> bool:
-        """Tell whether gradients are sent in the compute dtype.
+        """Return whether gradients are sent in the compute dtype.
 
         Never after several micro-batches were accumulated: bfloat16 would round away what float32 has added up.
         """

@@ -200,7 +200,7 @@ def _greedy(line: Line, num_batches: int, kinds: tuple[str, ...], most: float) -
 
 
 def _has_room(line: Line, action: Action, kept: Counter[int], most: float) -> bool:
-    """Tell whether a rank may start a forward without exceeding `most`.
+    """Return whether a rank may start a forward without exceeding `most`.
 
     Each later stage of the rank has one place reserved. Otherwise forwards of the first stage could fill the rank, and
     no micro-batch would ever come back to free a place.

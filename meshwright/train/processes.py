@@ -3,8 +3,9 @@
 They rendezvous at a TCP store in the launcher, which listens on loopback only, as the ranks do: no other machine can
 reach them. torch's elastic launcher listens on all interfaces and unpickles the state of its rendezvous.
 
-When a rank fails, the others get some seconds before they are killed. They need them to notice the broken collective,
-to find out which rank is lost (`watch/diagnosis.py`) and to write that down; a kill at once would destroy the evidence.
+When a rank fails, the others get some seconds before they are killed. They need this time to notice the broken
+collective, to find out which rank is lost (`watch/diagnosis.py`) and to write that down; a kill at once would destroy
+the evidence.
 """
 
 from __future__ import annotations
