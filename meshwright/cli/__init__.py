@@ -1,4 +1,4 @@
-"""The command line: `meshwright train`, `plan`, `verify` and the others."""
+"""The command line: `meshwright train`, `data`, `plan`, `verify`, `chat`, `sample` and the commands for checkpoints."""
 
 from .main import main
 

@@ -1,4 +1,4 @@
-"""Linear layers of models: the place for whatever attaches to a weight, an adapter (LoRA) or a precision (FP8)."""
+"""Linear layers, with what may attach to a weight: an adapter (LoRA), FP8 matmuls, storage in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
 
 
 def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Add what the adapters make of x, with one GEMM for all of their A.
+    """Add the outputs of the adapters for x, with one GEMM for all of their A.
 
-    The results are views of one tensor, as the base's are: kernels that follow may round contiguous tensors in another
-    way, and where B is 0 the model must be its base to the bit.
+    The results are views of one tensor, as the base's are: later kernels may round contiguous tensors differently, and
+    with B = 0 the model must equal its base bit for bit.
     """
     adapters = [linear.adapter for linear, _ in parts]
     if not any(adapters):

@@ -108,7 +108,7 @@ class MoE(nn.Module):
         return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.shared_output, x_TD))
 
     def shared_output(self, x_TD: Tensor) -> Tensor | None:
-        """Return what a token gets besides its experts. It is computed while rows are in flight to them."""
+        """Return the output that a token gets in addition to its experts'. It is computed while rows are in flight."""
         return None
 
 

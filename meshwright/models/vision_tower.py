@@ -248,7 +248,7 @@ class Tower(nn.Module):
         return [*units, self.merger]
 
     def is_place(self, tokens_T: Tensor) -> Tensor:
-        """Tell which tokens stand for a part of an image."""
+        """Return which tokens stand for a part of an image."""
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
     def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:

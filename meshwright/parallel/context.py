@@ -1,4 +1,4 @@
-"""Context parallelism for long sequences: Ulysses all-to-all between neighbours, all-gather of keys and values beyond.
+"""Context parallelism for long sequences: Ulysses all-to-all in groups of ranks, all-gather of keys and values between.
 
 Each cp rank holds a slice of the token stream, but a mixer also needs the tokens before that slice. So `parts`
 neighbouring ranks exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509). Before it, a
@@ -6,7 +6,7 @@ rank holds its own tokens with all heads, `[T, n, C]`. After it, the rank holds 
 with its share of the heads, `[parts*T, n/parts, C]`. With `parts == cp`, attention and the delta rule then see whole
 documents. The load is even, and a document that crosses a boundary needs no special case.
 
-A ring balances its load by a zigzag order of tokens, and a recurrence (gated delta rule) cannot follow that order.
+Ring attention balances its load by a zigzag order of tokens, which a recurrence (gated delta rule) cannot follow.
 Wrapping attention alone would restart the state of linear attention at each shard. Then only the forward of the first
 shard is right, and gradients are wrong (accelerate#4177).
 

@@ -2,13 +2,13 @@
 return.
 
 With top-k = 8 and 8 ranks, plain dispatch sends up to 8 copies of a token, several of them to the same rank. Here each
-rank that owns any of its experts gets one copy, makes the others locally, and returns one weighted sum. DeepSeek's
+rank that owns any of its experts gets one copy, makes further copies locally, and returns one weighted sum. DeepSeek's
 DeepEP does the same on NVLink and RDMA, and DeepSeek-V3 limits a token to 4 nodes for that reason (arXiv:2412.19437,
 section 3.2.2).
 
 With nodes, a token goes once to each node that owns some of its experts: to the rank of that node with the sender's own
-local index, which fans it out inside of the node. Beside the rows travels an integer code per copy (which row, which
-expert), with its routing weight.
+local index, which fans it out inside of the node. Along with the rows, ranks send an integer code per copy (which row,
+which expert) and its routing weight.
 
 Partial sums are rounded to the compute dtype once more on their way back, so results differ from plain dispatch by
 rounding.

@@ -112,7 +112,7 @@ class _Matrix:
     scales: Tensor  # one a block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
     made: list[Tensor] = field(
         default_factory=list, init=False
-    )  # the codes of own rows, once a gather of the pass asks
+    )  # the codes of own rows, made at the first gather of a pass
 
     def find_amax(self) -> None:
         """Write the amax of each block's local rows to where its scale will be."""
@@ -213,7 +213,7 @@ class Fp8Gather:
 
     @contextmanager
     def quantised(self) -> Iterator[None]:
-        """Return a context for a pass: its FP8 matmuls take the weights as they are stored now, quantised once."""
+        """Return a context for a pass: its FP8 matmuls use the weights as they are stored now, quantised once."""
         try:
             self.begin()
             yield

@@ -1,4 +1,4 @@
-"""Doors: declared points where activations change ranks, each with its collective in forward and in backward.
+"""Doors: declared points where activations change layout over ranks, with their collectives in forward and backward.
 
 A door is data. On one process it is the identity; `parallel` arms the doors of its mesh axis with collectives. The bill
 reads the same objects, and oracle K1 checks one against the other. A layer that declares doors is single-device code:
@@ -245,7 +245,7 @@ class Lookup:
 
     `rows`: how many rows each own token looks up, each `width` wide. `table`: the attribute of the same module that
     holds the parameter. When armed: three all-to-alls, for counts, row numbers and rows, and one in backward where the
-    table is trained. Whoever passes it keeps the rows for backward, so it is never passed again.
+    table is trained. The layer keeps the rows for backward, so recomputation never passes the door again.
     """
 
     def __init__(self, rows: int, width: int, table: str = "table") -> None:

@@ -1,9 +1,9 @@
-"""Which matrices a parameter is made of, which rank computes each one, and what travels for that. Pure arithmetic.
+"""Plan whole-matrix updates (Muon): which rank computes each matrix, and what ranks exchange. Pure arithmetic.
 
 An optimizer such as Muon (arXiv 2502.16982) updates whole matrices, and ranks store rows (decision 0002). So each
 matrix has one owner among the ranks that store some of it. An all-to-all of a bucket of matrices brings the other parts
-to the owners, and a second one brings the results back. One rank computes a matrix in one call, so its bits depend on
-no mesh.
+to the owners, and a second one brings the results back. One rank computes a matrix in one call, so its bits do not
+depend on the mesh.
 
 All ranks of a stage compute the same plan, which the bill charges for and `optim/whole_matrices.py` executes.
 """
@@ -73,7 +73,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together. `own`: the indices of those that this rank computes."""
+    """Matrices that are exchanged together. `own`: the indices of those that this rank computes."""
 
     own: tuple[int, ...]
     to_owners: Exchange
@@ -219,7 +219,8 @@ def _held(param: Param, rules: Rules, axes: Axes, group: Sequence[int], by_head:
 
 def _owners(matrices: Sequence[Matrix]) -> list[int]:
     """Return the rank that computes each matrix: costly matrices first, each to the candidate with the least work, then
-    to who stores most of it, then to the lowest rank. Nothing else may decide: all ranks must find the same owner."""
+    to the rank that stores most of it, then to the lowest rank. Nothing else may decide: all ranks must find the same
+    owner."""
     work, owner = defaultdict[int, int](int), [0] * len(matrices)
     for at in sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at)):
         stored = defaultdict[int, int](int)

@@ -141,8 +141,8 @@ class ShardingSpec:
         return {line.rank_of(stage) for stage in stages_of_param(param, line)}
 
     def with_table(self, table: Table, pp: int) -> ShardingSpec:
-        """Return the spec with another table, whose parameters lie where those of this one do: additions move
-        no stage.
+        """Return the spec with another table. Its parameters keep their places: additions do not move the ends of
+        stages.
         """
         out = replace(self, table=table)
         out._lines[pp] = self.line(pp)
@@ -299,7 +299,7 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
 
 
 def shape_before_fsdp(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of what FSDP is given of a parameter to shard, or leaves as it is."""
+    """Return the local shape of a parameter that FSDP shards or, if it is kept out of FSDP, as it is stored."""
     own = piece(param, rules, axes, coords)
     return matrix_shape(param, own.box.shape) if param.in_fsdp else own.shape
 
