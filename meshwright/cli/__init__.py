@@ -1,4 +1,4 @@
-"""The command line: `meshwright train`, `data`, `plan`, `verify`, `chat`, `sample` and the commands for checkpoints."""
+"""The command line: `meshwright train`, `plan`, `verify`, `chat` and the other commands."""
 
 from .main import main
 

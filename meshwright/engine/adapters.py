@@ -162,7 +162,7 @@ def _check_has_class(model: Model, call: str) -> None:
         kind = "those of a base model without a head" if of_base else "those of a model with a head"
         raise ConfigError(
             f'{call}: the keys of the source are {kind}, and the model was loaded with head="{head}"; the class that '
-            "has this head spells them otherwise, and PEFT would leave the adapters out. Export them merged: "
+            "has this head spells them differently, and PEFT would leave the adapters out. Export them merged: "
             "mw.export(model, directory, merge=True)"
         )
 

@@ -64,8 +64,8 @@ def convert(
 ) -> Path:  # fmt: skip
     """Convert `source`, and return the path that was written.
 
-    `to`: the kind to write. `dtype`: of the weights. `like`: a Hugging Face directory with config and key names, for a
-    DCP source, which has neither.
+    `to`: the kind to write. `dtype`: the dtype of the weights. `like`: a Hugging Face directory with config and key
+    names, for a DCP source, which has neither.
     """
     try:
         return _convert(_read_state(source, like), source, target, to, dtype)

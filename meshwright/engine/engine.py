@@ -123,7 +123,7 @@ class Engine:
         self._terms, self.trained = Terms(model, self.want), model.trained
         self._metrics_M = torch.zeros(0)  # of the micro-batch whose loss was computed last, before they are divided
         # The copy of the embedding on a last stage that only looks tokens up for a detached MTP head has no gradient of
-        # its own. Zeros, summed with the first stage's, update both copies alike (Megatron-LM#4641).
+        # its own. Zeros, summed with the first stage's, update both copies equally (Megatron-LM#4641).
         self._looked_up = unreached_embedding(model)
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}

@@ -63,7 +63,7 @@ class Terms:
         return of_step
 
     def _run(self, of_step: StepTerms, own_rows: Sequence[Tensor], *, grad: bool) -> None:
-        """Run a loss per step on the scores of the step, of which this rank has its own."""
+        """Run a loss per step on the scores of the step. `own_rows`: the scores of this rank."""
         whole = of_step.gather(own_rows)  # not inside the error handling, as below
         try:
             of_step.run(whole, grad=grad)

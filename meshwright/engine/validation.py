@@ -183,7 +183,7 @@ def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
             raise DataError("the batch has choices of experts, but the model has no experts; leave experts= out")
         if batch.experts.shape[1:] != shape:
             raise DataError(
-                f"experts of the batch has {tuple(batch.experts.shape[1:])} a token, and the model "
+                f"experts of the batch has shape {tuple(batch.experts.shape[1:])} per token, and the model has "
                 f"{balance.num_layers} layers with experts and {balance.top_k} experts a token"
             )
         sorted_TLk = batch.experts.sort(-1).values
@@ -232,7 +232,7 @@ def check_temperature(temperature: object, scores: Container[str] = ("logprobs",
     """Refuse a temperature that logits cannot be divided by, or for a head that has no logits."""
     if not isinstance(temperature, Real) or not within(float(temperature), 0) or not temperature:
         raise ConfigError(
-            f"temperature={temperature!r:.80} must be a number above 0, that of the samples; 1 by default"
+            f"temperature={temperature!r:.80} must be a number above 0, such as that of the sampler; by default 1"
         )
     if temperature != 1 and "logprobs" not in scores:
         raise ConfigError(

@@ -68,7 +68,7 @@ def _checked(input_: Any, spec: Any) -> tuple[dict[str, Any], Any]:
     if not torch.equal(mask.bool(), torch.arange(mask.shape[1], device=mask.device) < mask.sum(1)[:, None]):
         raise mw.DataError("attention_mask has a gap, or padding before tokens; pad each row at its end only")
     if len(mask) % spec.granularity:
-        raise mw.DataError(f"{len(mask)} rows are no multiple of mb_spec.granularity={spec.granularity}")
+        raise mw.DataError(f"{len(mask)} rows are not a multiple of mb_spec.granularity={spec.granularity}")
     return amend_position_ids(data), meta
 
 

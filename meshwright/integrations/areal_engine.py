@@ -104,7 +104,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
     def engine(self) -> mw.Engine:
         """Return the engine that trains. Refuse a model that only scores."""
         if self._engine is None:
-            raise mw.StateError("optimizer=None has no optimizer, so the model only scores; give it a config to train")
+            raise mw.StateError("optimizer=None: the model has no optimizer and only scores; set optimizer to train it")
         return self._engine
 
     @property

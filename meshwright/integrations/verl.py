@@ -283,7 +283,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         given = data["temperature"]
         values = sorted({float(each) for each in given.flatten()}) if isinstance(given, Tensor) else [float(given)]
         if len(values) > 1:
-            raise mw.DataError(f"the samples have {len(values)} temperatures, {values[0]} and others; give all one")
+            raise mw.DataError(f"the samples have {len(values)} temperatures, such as {values[0]}; give all one")
         return values[0]
 
     def model_output(self, scores: Mapping[str, Tensor], entropy: bool) -> dict[str, Tensor]:

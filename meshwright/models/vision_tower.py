@@ -89,7 +89,8 @@ class VisionInput:
 
 
 def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
-    """Read the shape of the tower from the whole config of a vision model. `width`, `layers`: of the text model."""
+    """Read the shape of the tower from the whole config of a vision model. `width`, `layers`: those of the text
+    model."""
     vision = group(config, "vision_config")
     refuse(vision, _FIXED)
     num_heads = take(vision, "num_heads", int, take(vision, "num_attention_heads", int, 16))

@@ -171,7 +171,7 @@ def _roles(docs: LossDocuments, row_N: Tensor | None) -> _Roles:
     if wrong := [number for number, size in enumerate(docs.sizes) if size != 1]:
         raise DataError(
             f"document {wrong[0]} of the step has {docs.sizes[wrong[0]]} tokens with a label, like {len(wrong)} of "
-            f"{docs.num}; an embedding is of the last token alone: labels=mw.objectives.last_token_labels(documents)"
+            f"{docs.num}; only the last token of each may have one: labels=mw.objectives.last_token_labels(documents)"
         )
     members: list[list[int]] = [[] for _ in range(docs.num_groups)]
     for number, group in enumerate(docs.group_numbers):

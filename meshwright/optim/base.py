@@ -160,7 +160,8 @@ class Optimizer(ABC):
         raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_direction")
 
     def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:
-        """Apply a part of an update to the same part of a parameter, in place. `shape`: of the whole matrix."""
+        """Apply a part of an update to the same part of a parameter, in place. `shape`: the shape of the whole
+        matrix."""
         raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_step")
 
     def plain_matrix_update(

@@ -48,8 +48,8 @@ class WholeMatrices:
         self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: Mapping[str, Sequence[Tensor]],
         lr: float,
     ) -> None:  # fmt: skip
-        """Update the stored pieces in place. `grads`: of all these parameters, also of those without rows on this
-        rank. `state`: as `Optimizer.update` has left it."""
+        """Update the stored pieces in place. `grads` has all these parameters, also those without rows on this rank.
+        `state`: as `Optimizer.update` has left it."""
         plan = self.plan([*grads])
         tensors = {name: (grad, *state.get(name, ())) for name, grad in grads.items()}
         step = _Step(self, plan, stored, tensors, lr)

@@ -177,7 +177,7 @@ class _WeightGroup:
 class Fp8Gather:
     """The trained weights of this rank with FP8 matmuls, which a pass quantises once.
 
-    `names`: those that FSDP all-gathers as codes, of all stages, where they are sharded at all.
+    `names`: the weights of all stages that FSDP all-gathers as codes wherever they have several shards.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ OWN = DoorKind("own", "tp", "", "")
 
 
 class Door:
-    """A named door. `width`: elements a token that pass; `floats`: at least float32 whatever the compute dtype."""
+    """A named door. `width`: elements per token that pass; `floats`: pass at least float32, whatever the compute
+    dtype."""
 
     def __init__(self, kind: DoorKind, width: int, *, floats: bool = False) -> None:
         self.kind, self.width, self.floats = kind, width, floats
@@ -88,8 +89,8 @@ class ScatterVision:
     """The door of a vision tower: rows of the frames that this rank ran -> rows for its own tokens.
 
     Frames are balanced over the cp and tp ranks of a data rank, so rows come from any of these. Both sides know all
-    sizes (vision_balance.py), so no counts are exchanged. `width`: elements of a row. `cost`: of a frame, by which
-    frames are balanced. One all-to-all when armed, and one the other way in backward.
+    sizes (vision_balance.py), so no counts are exchanged. `width`: elements of a row. `cost`: the cost of a frame, by
+    which frames are balanced. One all-to-all when armed, and one the other way in backward.
     """
 
     def __init__(self, width: int, cost: Cost) -> None:
@@ -134,10 +135,10 @@ class HeadSplit:
         return range(self.start + part * num, self.start + (part + 1) * num)
 
     def serving(self, serves: int) -> list[list[int]]:
-        """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (a kv head,
-        queries).
+        """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (kv heads
+        serve several query heads).
 
-        All ranks get equally many, so that all pieces of an exchange have one size: the last one is repeated to fill
+        All ranks get equally many, so that all pieces of an exchange have one size: the last head is repeated to fill
         up.
         """
         needed = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]

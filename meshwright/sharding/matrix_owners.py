@@ -102,7 +102,7 @@ def boxes_of_matrices(param: Param, by_head: bool = False) -> Iterator[Box]:
 class MatrixPlan:
     """The matrices of some parameters of a stage, their owners, and the exchanges of one rank.
 
-    `params`: the same on all ranks of the stage, in the same order.
+    `params` must be the same on all ranks of the stage, in the same order.
     """
 
     def __init__(self, params: Sequence[Param], rules: Rules, axes: Axes, rank: int, *, by_head: bool = False) -> None:

@@ -40,8 +40,8 @@ StateBytes = Callable[[Param, Sequence[int]], int]  # of all optimizer state of 
 class Held:
     """Tensors that a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
-    `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: those that are stored,
-    and gathered, as codes in 8 or 4 bits. `low`: those that are only gathered so, in FP8.
+    `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: parameters that are
+    stored and gathered as codes in 8 or 4 bits. `low`: parameters that are only gathered as codes, in FP8.
     """
 
     widths: Widths

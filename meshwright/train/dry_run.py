@@ -96,7 +96,7 @@ def shown(
 ) -> Iterator[Text]:  # fmt: skip
     """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text.
 
-    `names`: of the labels at last tokens.
+    `names`: the names of the labels at last tokens.
     """
     spell = _speller(directory)
     for documents in data.documents:

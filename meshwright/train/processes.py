@@ -44,7 +44,8 @@ class Ended:
 
 @dataclass
 class _Ranks:
-    """Processes by rank. `codes`: exit code and time of each that was not killed by `kill`. `folder`: of their logs."""
+    """Processes by rank. `codes`: exit code and time of each that `kill` did not kill. `folder`: the folder of their
+    logs."""
 
     folder: Path
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)

@@ -127,8 +127,8 @@ class ReferenceScores:
         lacking = np.flatnonzero((np.isnan(scores) & is_part & is_used[:, None]).any(1))
         if len(lacking):
             raise DataError(
-                f"the reference scores of {counted(len(lacking), 'row')} lack, the first is that of "
-                f"{documents.place(int(lacking[0]))}; remove {self.folder}, and they are computed anew"
+                f"the reference scores of {counted(len(lacking), 'row')} are missing, first that of "
+                f"{documents.place(int(lacking[0]))}; remove {self.folder} to compute them again"
             )
 
     def _score_chunk(self, feed: Feed, model: Model, chunk: int) -> Scores:

@@ -49,7 +49,7 @@ def check_no_pictures(sets: Sequence[TrainingData]) -> None:
         if documents.num_views.any():
             raise DataError(
                 f"distill.scores: {documents.name} has pictures, and scores are stored by tokens, which do not hold "
-                "them; leave scores out, and give distill.teacher, which is then asked in each step"
+                "them; leave scores out, and give distill.teacher, which then scores each step"
             )
 
 

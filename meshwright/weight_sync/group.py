@@ -143,7 +143,7 @@ class _Carrier:
         self.broadcast(head)
         mark, length = head.view(torch.int64).tolist()
         if mark != _MARK:
-            raise RankError("what came is no stream of weights: give receive_from_group the rank of the sender (src=)")
+            raise RankError("this message is no stream of weights: give receive_from_group the sender's rank (src=)")
         data = self.empty(length)
         self.broadcast(data)
         message: dict[str, Any] = json.loads(bytes(data.tolist()))

@@ -218,7 +218,7 @@ def _connected(address: str, timeout_s: float) -> Iterator[socket.socket]:
             time.sleep(_PAUSE)
         except OSError as error:
             sock.close()
-            raise ConfigError(f"{address} is no socket of a sender: {error}") from None
+            raise ConfigError(f"{address} is not the socket of a sender: {error}") from None
     with sock:
         sock.settimeout(timeout_s)
         yield sock
