@@ -157,8 +157,8 @@ def embeddings(model: Model, batch: Batch) -> Tensor:
 def gather_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
     """All-gather the vocabulary over tp, from this rank's slice of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
-    # An all-gather needs equal shapes, and the last slice may be shorter. It is padded at its end, so all padding
-    # lands behind the vocabulary.
+    # An all-gather needs equal shapes, and the last slice may be shorter. It is padded at its end, so all padding comes
+    # after the vocabulary.
     widest = -(-vocab // tp)
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
     return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()

@@ -1,4 +1,4 @@
-"""The documents of a micro-batch, as a loss per document or group sees them."""
+"""Sums, means and splits over the documents and groups of a micro-batch, for losses per document or group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of the MTP head in a step: its terms, its divisor, and the load of its experts.
+"""The loss of the MTP head (multi-token prediction) in a step: its terms, its divisor, and the load of its experts.
 
 The head predicts the label of the next token. Its loss has a divisor of its own, the weight of these labels over all
 micro-batches and ranks: with the divisor of the model, or a divisor per rank, a gradient would depend on where

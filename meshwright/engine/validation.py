@@ -1,5 +1,4 @@
-"""Checks of arguments, data and results, before any work. They are pure functions of their arguments and need no model
-or mesh.
+"""Checks of arguments, data and results, before any work: pure functions of their arguments, without a model or mesh.
 
 Each catches a mistake that would otherwise train silently on wrong numbers, or fail much later with an error of torch.
 Messages name the argument, its value and the fix.

@@ -1,4 +1,4 @@
-"""Cut AReaL's padded batches into micro-batches of packed documents, equally many on all ranks."""
+"""Cut AReaL's padded batches into micro-batches of packed documents, the same number on all ranks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class WideLinear(Linear):
 
 
 def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
-    """Multiply x with some rows of several linear layers in one GEMM, because small ones are slow (q, k and v, say).
+    """Multiply x with some rows of several linear layers in one GEMM, because small ones are slow (such as q, k and v).
 
     All have a bias, or none has. Those with FP8 matmuls form a GEMM of their own.
     """

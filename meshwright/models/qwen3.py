@@ -147,7 +147,8 @@ class Attention(nn.Module):
         return self.heads.start // serves, (self.heads.stop - 1) // serves + 1
 
     def shared(self, x_TGK: Tensor) -> Tensor:
-        """Repeat kv heads so that each serves equally many of the query heads at work. Nearly always they already do.
+        """Repeat kv heads so that each serves the same number of query heads on this rank. Nearly always they already
+        do.
 
         An uneven case: 3 query heads of a rank, where the first two share a kv head and the third has another.
         """

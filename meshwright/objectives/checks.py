@@ -1,4 +1,4 @@
-"""Checks of an objective's options."""
+"""Validate the numeric options of objectives."""
 
 from __future__ import annotations
 

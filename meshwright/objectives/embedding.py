@@ -42,7 +42,7 @@ def last_token_labels(documents: Sequence[Sequence[int]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Trains embeddings: each query is to be nearest to its own positive, among all documents of the step.
+    """Trains embeddings: each query should be nearest to its own positive, among all documents of the step.
 
     The model has `head="none"`. Only the last token of each document has a label.
     """

@@ -1,4 +1,4 @@
-"""The small files by which sentence-transformers loads a directory as an embedding model."""
+"""Write the small files with which sentence-transformers loads a directory as an embedding model."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def decode(codes_RC: Tensor, scales_RB: Tensor, code: Code) -> Tensor:
 
 
 def encode(wide_RC: Tensor, code: Code, dice_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise. `dice_RC`: uniform numbers in [0, 1), for whole blocks. -> codes_RC (uint8), scales_RB (float32)"""
+    """Quantise to codes and scales. `dice_RC`: uniform numbers in [0, 1), for whole blocks. -> codes_RC (uint8),
+    scales_RB (float32)"""
     wide_RBK, magnitudes = _in_blocks(wide_RC.float()), levels(code, wide_RC.device)
     magnitudes_RBK = wide_RBK.abs()
     scales_RB = magnitudes_RBK.amax(-1).clamp(max=_LARGEST)

@@ -153,8 +153,8 @@ class LocalOptimizer:
         clip.finite()
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
-        """Divide parameters into parts. In a part all have equally many state tensors and one decay, since fused
-        kernels take one."""
+        """Divide parameters into parts. All parameters of a part have the same number of state tensors and one decay,
+        since fused kernels take one."""
         kinds: dict[tuple[bool, bool, int], dict[str, Tensor]] = {}
         for name, tensor in stored.items():
             kind = (name not in self.whole, name not in self.decayed, len(self.state_names[name]))

@@ -69,7 +69,7 @@ class Muon(AdamW):
             raise ConfigError(f"exclude={exclude!r} must be a tuple of patterns of names, such as ('layers.*.router',)")
 
     def check(self, table: Table, trained: Sequence[str]) -> None:
-        """Also refuse a pattern of `exclude` that matches no parameter: it is a typo."""
+        """Refuse also a pattern of `exclude` that matches no parameter, since it must be a typo."""
         super().check(table, trained)
         matching([each for each in self.exclude if each not in _TOWER], [param.name for param in table], "exclude")
 

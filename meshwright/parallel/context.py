@@ -1,5 +1,4 @@
-"""Context parallelism for long sequences: Ulysses all-to-all within groups of ranks, all-gather of k and v between
-them.
+"""Context parallelism: Ulysses all-to-all within groups of ranks, all-gather of keys and values between the groups.
 
 Each cp rank holds a slice of the token stream, but a mixer also needs the tokens before that slice. So `parts`
 neighbouring ranks exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509). Before it, a

@@ -1,5 +1,4 @@
-"""Expert parallelism that sends each token once per rank (deduplicated dispatch), and sums partial results before
-return.
+"""Deduplicated expert dispatch: send each token once per rank, and sum partial results before they return.
 
 With top-k = 8 and 8 ranks, plain dispatch sends up to 8 copies of a token, several of them to the same rank. Here each
 rank that owns any of its experts gets one copy, makes further copies locally, and returns one weighted sum. DeepSeek's

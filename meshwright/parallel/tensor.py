@@ -1,5 +1,4 @@
-"""Tensor parallelism with sequence parallelism: give each door between own tokens and all tokens of a tp group its
-collective.
+"""Tensor parallelism with sequence parallelism (Megatron-LM): all-gather and reduce-scatter of tokens at doors.
 
 Megatron-LM's column- and row-parallel linear layers (arXiv:1909.08053), with the residual stream split along the
 sequence (arXiv:2205.05198). A layer starts with `enter`, an all-gather of tokens, and ends with `leave`, a

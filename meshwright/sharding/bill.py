@@ -123,7 +123,7 @@ class _Passes:
 
 
 def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> _Passes:
-    """Count micro-batches with and without vision apart: the tower passes gradients only in the former."""
+    """Count micro-batches with and without vision separately: the tower passes gradients only in those with vision."""
     trained, passes = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
     for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
         for part in passed(stage, spec, axes, trained, pictures=pictures):

@@ -138,8 +138,8 @@ class HeadSplit:
         """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (kv heads
         serve several query heads).
 
-        All ranks get equally many, so that all pieces of an exchange have one size: the last head is repeated to fill
-        up.
+        All ranks get the same number, so that all pieces of an exchange have one size: the last head is repeated to
+        fill up.
         """
         needed = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]
         most = max(map(len, needed))

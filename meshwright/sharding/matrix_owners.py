@@ -130,12 +130,12 @@ class MatrixPlan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the matrices that travel, in buckets: equally many on all ranks."""
+        """Return the matrices that are exchanged, in buckets. All ranks have the same number of buckets."""
         return [self._bucket(some) for some in self._in_buckets]
 
     @cached_property
     def _in_buckets(self) -> list[list[int]]:
-        """Divide the matrices that travel into buckets of about `_BUCKET` elements a rank.
+        """Divide the matrices that are exchanged into buckets of about `_BUCKET` elements a rank.
 
         A bucket is computed while the next one travels, so each should keep all owners busy. It is made of waves: the
         costliest matrix of each owner, then the second costliest of each.

@@ -140,7 +140,7 @@ def v_schedule(line: Line, num_batches: int, trained_from: int = 0, most: int | 
     """Schedule a V of stages greedily, with split backwards: ZB-V (arXiv 2401.10241, 2405.15362).
 
     Stages descend to the last rank and come back up: rank r holds the stages r and 2 pp - 1 - r. A micro-batch that it
-    keeps long in one is brief in the other, so all ranks keep equally many. `most`: how many pairs of stage and
+    keeps long in one is brief in the other, so all ranks keep the same number. `most`: how many pairs of stage and
     micro-batch a rank may keep. The default, `2 * pp`, is what rank 0 keeps in 1F1B, since stages are half as long. A
     smaller number saves memory and costs time.
     """

@@ -15,7 +15,7 @@ class Line:
     """Stage s has the layers from `ends[s - 1]` up to `ends[s]`; stage s is on rank `s % pp`.
 
     With `turn` the stages form a V: rank r holds the stages r and `2 * pp - 1 - r`. A micro-batch that a rank keeps
-    long in one of them is brief in the other, so all ranks keep equally many activations.
+    long in one of them is brief in the other, so all ranks keep the same amount of activations.
     """
 
     pp: int

@@ -51,7 +51,7 @@ class ChatSession:
         self.shown.append(path)
 
     def answers(self, text: str) -> Generator[str]:
-        """Ask, and yield the answer piece by piece. What was said is kept, also if the caller stops early."""
+        """Ask a question, and yield the answer piece by piece. The history keeps it even if the caller stops early."""
         content = [*({"type": "image", "image": path} for path in self.shown), {"type": "text", "text": text}]
         messages = [*self.messages, {"role": "user", "content": content if self.shown else text}]
         request, said = self.chat.request(messages), list[int]()

@@ -478,7 +478,7 @@ def _held_out_set(section: SourceSection, length: int, reader: RowReader) -> Tra
 def batches_of(data: TrainingData, mesh: Mesh) -> Sequence[Batch]:
     """Return the batches of this data rank for an evaluation.
 
-    All data ranks need equally many, as they run the same collectives. The last one may be all padding, which adds
+    All data ranks need the same number, as they run the same collectives. The last one may be all padding, which adds
     nothing to the loss.
     """
     feed = data.feed(mesh, micro_batches=1)

@@ -185,7 +185,7 @@ def _read(file: Path) -> Scores | None:
     content = file.read_bytes()
     digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_128_digest(data):
-        logger.warning("computing reference scores anew: %s fails its checksum", file)
+        logger.warning("computing reference scores again: %s fails its checksum", file)
         return None
     return np.frombuffer(data, dtype="<f8").reshape(-1, 3)
 
