@@ -105,7 +105,7 @@ class LossDocuments:
 
 
 def _like(numbers: Tensor, values: Tensor) -> Tensor:
-    """Return one number a row in the dtype of values `[rows, ...]`, to be broadcast over them."""
+    """Return one number per row in the dtype of values `[rows, ...]`, to be broadcast over them."""
     return numbers.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
 
 

@@ -7,7 +7,7 @@ micro-batches.
 A loss per document, group or micro-batch gets the scores of the whole micro-batch. They are all-gathered over cp x tp.
 Every rank runs the loss on them as leaves, differentiates it with respect to them, and sends its own part of that
 gradient (the cotangents) back through its own forward. By the chain rule this is exact for any loss, and the only
-collective is one all-gather of a few numbers a token.
+collective is one all-gather of a few numbers per token.
 """
 
 from __future__ import annotations

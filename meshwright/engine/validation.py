@@ -183,7 +183,7 @@ def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
         if batch.experts.shape[1:] != shape:
             raise DataError(
                 f"experts of the batch has shape {tuple(batch.experts.shape[1:])} per token, and the model has "
-                f"{balance.num_layers} layers with experts and {balance.top_k} experts a token"
+                f"{balance.num_layers} layers with experts and {balance.top_k} experts per token"
             )
         sorted_TLk = batch.experts.sort(-1).values
         none, bad = (sorted_TLk == NO_EXPERT).all(-1), (sorted_TLk < 0) | (sorted_TLk >= balance.num_experts)

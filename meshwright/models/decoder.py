@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def stream_width(self) -> int:
-        """Return the elements a token that a layer hands to the next one."""
+        """Return the elements per token that a layer hands to the next one."""
         return self.width * self.streams
 
 

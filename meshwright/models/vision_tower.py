@@ -236,7 +236,7 @@ class Tower(nn.Module):
         self.merger = Merger(shape, width, at + "merger.")
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
-        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all a micro-batch.
+        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all per micro-batch.
         self.insert = ScatterVision(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 

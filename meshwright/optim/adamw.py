@@ -29,8 +29,8 @@ MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while t
 class AdamW(Optimizer):
     """AdamW, as `optimizer=` of `mw.Engine`. Norms and biases do not decay.
 
-    `state_dtype`: the storage dtype of both moments. torch.bfloat16 takes 4 bytes a parameter instead of 8, torch.uint8
-    about 2.
+    `state_dtype`: the storage dtype of both moments. torch.bfloat16 takes 4 bytes per parameter instead of 8,
+    torch.uint8 about 2.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ Parameters are cut as plain tensors, not as DTensors on a tp mesh. A DTensor wou
 of a strided shard loaded wrong weights (torchtitan#1483), and loaders hang in an implicit redistribute (VeOmni#642). In
 Meshwright every collective inside a layer is a declared door.
 
-DTensor also reorders costs: it gathered one activation two or three times a layer (torchtitan#3371), and a slice that
+DTensor also reorders costs: it gathered one activation two or three times per layer (torchtitan#3371), and a slice that
 happens to cover a whole dim has no sharding rule (AReaL#1365).
 """
 

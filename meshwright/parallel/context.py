@@ -14,7 +14,7 @@ Ulysses needs at least as many heads on a tp rank as neighbours. With more cp ra
 neighbours remain. Between the groups, keys and values are all-gathered (as in Llama 3's context parallelism,
 arXiv:2407.21783), and the delta net passes on its state.
 
-Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens a rank, n heads:
+Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens per rank, n heads:
 
   own tokens, all heads    [T, n, C]      --all-to-all-->   [2T, n/2, C]    tokens of both neighbours, half of the heads
   keys and values          [2T, n/2, C]   --all-gather-->   [4T, n/2, C]    tokens of both groups

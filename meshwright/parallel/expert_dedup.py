@@ -43,7 +43,7 @@ class _Requests:
 class _Sizes:
     """Row and copy counts of one hop, as the host and the kernels need them.
 
-    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry a rank. `local_turns`: how many received rows have a
+    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry per rank. `local_turns`: how many received rows have a
     first local copy, a second one, and so on. `local` and `local_E`: rows of each local expert, on the host and on the
     device. `begins_P`: for each received copy, how many rows come from the ranks before its sender.
     """

@@ -1,4 +1,4 @@
-"""Quantise FP8 weights once a step, and all-gather them as one byte an element instead of two (FSDP2).
+"""Quantise FP8 weights once a step, and all-gather them as one byte per element instead of two (FSDP2).
 
 A matmul quantises a weight in blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), with `scale = amax /
 448` for each block. FSDP cuts rows anywhere, so the amax of a block may need rows of two ranks. Hence two phases:
@@ -109,7 +109,7 @@ class _Matrix:
 
     shard: _LocalShard
     compute: torch.dtype
-    scales: Tensor  # one a block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
+    scales: Tensor  # one per block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
     made: list[Tensor] = field(
         default_factory=list, init=False
     )  # the codes of own rows, made at the first gather of a pass

@@ -44,7 +44,7 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
     -> [T/tp, V]` as tp slices."""
 
     def at() -> str:
-        # The name would be a constant of a compiled graph: one graph a layer instead of one for all.
+        # The name would be a constant of a compiled graph: one graph per layer instead of one for all.
         return "a tensor parallel door" if torch.compiler.is_compiling() else name
 
     def enter(x: Tensor) -> Tensor:

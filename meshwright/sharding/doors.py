@@ -183,7 +183,7 @@ class Swap:
         return self.deal.heads(self.part)
 
     def widths(self, deal: HeadSplit) -> tuple[int, int]:
-        """Return the elements a token that one rank receives, and that it returns."""
+        """Return the elements per token that one rank receives, and those that it returns."""
         received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.inputs)
         return received, len(deal.heads(0)) * self.width
 

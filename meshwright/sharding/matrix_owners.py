@@ -135,7 +135,7 @@ class MatrixPlan:
 
     @cached_property
     def _in_buckets(self) -> list[list[int]]:
-        """Divide the matrices that are exchanged into buckets of about `_BUCKET` elements a rank.
+        """Divide the matrices that are exchanged into buckets of about `_BUCKET` elements per rank.
 
         A bucket is computed while the next one travels, so each should keep all owners busy. It is made of waves: the
         costliest matrix of each owner, then the second costliest of each.

@@ -82,8 +82,8 @@ def one_f_one_b(line: Line, num_batches: int, trained_from: int = 0) -> Orders:
 
     GPipe (all forwards first) has the same bubble of (pp - 1) / (m + pp - 1) for m micro-batches, but keeps all m.
 
-    With several stages a rank it is Megatron's interleaved schedule (arXiv 2104.04473): micro-batches go in groups of
-    pp through the first stage of each rank, then through the second. The number of stages a rank divides the bubble,
+    With several stages per rank it is Megatron's interleaved schedule (arXiv 2104.04473): micro-batches go in groups of
+    pp through the first stage of each rank, then through the second. The number of stages per rank divides the bubble,
     and multiplies what a rank sends.
     """
     _check(line, num_batches, trained_from)
@@ -107,7 +107,7 @@ def _one_f_one_b_of_rank(line: Line, rank: int, num_batches: int) -> list[Action
     forward = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]
     backward = [Action(BACKWARD, stage, m) for group in groups for stage in reversed(stages) for m in group]
     # Warm up until the first micro-batch has passed the last stage and its gradient can be back. Interleaved, this is
-    # Megatron's 2 (pp - rank - 1) + (stages a rank - 1) pp.
+    # Megatron's 2 (pp - rank - 1) + (stages per rank - 1) pp.
     num_warmup = pp - 1 - rank if len(stages) == 1 else 2 * (pp - 1 - rank) + (len(stages) - 1) * pp
     steady = [action for pair in zip(forward[num_warmup:], backward, strict=False) for action in pair]
     return forward[:num_warmup] + steady + backward[len(forward[num_warmup:]) :]
@@ -147,7 +147,7 @@ def v_schedule(line: Line, num_batches: int, trained_from: int = 0, most: int | 
     _check(line, num_batches, trained_from)
     if not line.turn:
         raise ConfigError(
-            "the schedule v needs stages that go there and back (a V); give a line of 2 stages a rank with turn=True"
+            "the schedule v needs stages that go there and back (a V); give a line of 2 stages per rank with turn=True"
         )
     most = 2 * line.pp if most is None else most
     if most < line.stages_a_rank:

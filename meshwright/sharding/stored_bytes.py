@@ -40,7 +40,7 @@ StateBytes = Callable[[Param, Sequence[int]], int]  # of all optimizer state of 
 class Held:
     """Tensors that a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
-    `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: parameters that are
+    `narrow`: bytes per element of parameters that are stored narrower than the others. `numbers`: parameters that are
     stored and gathered as codes in 8 or 4 bits. `low`: parameters that are only gathered as codes, in FP8.
     """
 
