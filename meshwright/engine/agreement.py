@@ -1,5 +1,4 @@
-"""The agreement: ranks compare settings and data before each collective call, so that a mismatch raises and never
-hangs.
+"""The agreement: ranks compare settings and data before a collective call, so a mismatch raises instead of hanging.
 
 Each rank contributes one row to a small all-gather between hosts: whether it has failed, a checksum of its settings,
 and the size of its data. So a mistake on one rank raises on every rank at once. Without it, the other ranks would hang

@@ -76,7 +76,7 @@ def top_logprobs(
 def top_logprobs(
     model: Model, batches: Batch | Sequence[Batch], k: int, *, temperature: float = 1.0
 ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-    """Return the k likeliest next words of each token, the likeliest first: "ids" and their "logprobs", `[T, k]` each.
+    """Return the top-k next words at each token, the likeliest first: their "ids" and "logprobs", `[T, k]` each.
 
     Several batches give a list. Labels have no effect; padding has the ids -1 and the log-probabilities 0.
     `temperature` divides the logits first. No rank ever has `[T, V]` logits. No gradients.

@@ -1,7 +1,8 @@
-"""Knowledge distillation: train a student on a teacher's probabilities of the K likeliest words at each token.
+"""Knowledge distillation: train a student on a teacher's top-K next-token probabilities.
 
 The teacher is a second model on the same mesh (`Distill.ask`), or its scores come from files (`TeacherScores`). Terms
-are per token, so packing, micro-batches and the mesh change nothing.
+are per token, so packing, micro-batches and the mesh change nothing. A "word" is an entry of the vocabulary, a "token"
+a position of a document.
 """
 
 import math
