@@ -1,4 +1,4 @@
-"""The command line: `meshwright train`, `plan`, `verify` and the others."""
+"""The command line: `meshwright train`, `plan`, `verify`, `chat` and the other commands."""
 
 from .main import main
 

@@ -1,7 +1,7 @@
 """Run `meshwright chat`: a conversation with a model on the terminal, or with questions from a pipe.
 
 On a terminal an error of a question leaves the conversation as it was. In a pipe it ends the command: a script that
-goes on would take the answers to other questions for those that it asked.
+continued would match answers with the wrong questions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _typed() -> Iterator[str]:
 def _take(session: ChatSession, line: str) -> bool:
     """Run a command or answer a question, and return whether the chat goes on.
 
-    Only the three commands are taken as such: Qwen3 reads `/no_think` in a message.
+    Other texts that begin with a slash are messages: Qwen3 reads `/no_think` in one.
     """
     command, _, argument = line.partition(" ")
     if line == "/exit":
@@ -100,7 +100,7 @@ def _take(session: ChatSession, line: str) -> bool:
 
 
 def _answer(session: ChatSession, question: str) -> None:
-    """Print an answer as it is generated. Ctrl-C ends it after the token at hand."""
+    """Print an answer as it is generated. Ctrl-C ends it after the current token."""
     with _interrupts() as pressed:
         answer = session.answers(question)
         for piece in answer:
@@ -113,7 +113,7 @@ def _answer(session: ChatSession, question: str) -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C in a list, so that no forward pass is torn. A second one raises KeyboardInterrupt."""
+    """Collect the first Ctrl-C in a list, so that no forward pass is cut off. A second one raises KeyboardInterrupt."""
     pressed: list[int] = []
 
     def note(number: int, _frame: Any) -> None:

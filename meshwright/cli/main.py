@@ -2,8 +2,8 @@
 
 Exit codes: 0 success, 1 a check failed or files differ, 2 refused or impossible, 130 Ctrl-C, 128 + N after signal N.
 
-Each `_add_X` declares the options of a command and each `_X` runs it. The work is done by other rooms, which a command
-imports only when it runs: `--help`, `--version` and a mistyped command must not wait seconds for torch.
+Each `_add_X` declares the options of a command and each `_X` runs it. The work is done by other packages, which a
+command imports only when it runs: `--help`, `--version` and a mistyped command must not wait seconds for torch.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def _convert(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     """Run all oracles, and return 1 if one of them has a finding.
 
-    A page is written for a failed run too: the findings are what it is read for.
+    A page is written for a failed run too, because readers want its findings.
     """
     from .. import plan as planning  # imports torch: --help should not wait for it
     from .. import verify

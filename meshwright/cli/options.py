@@ -59,7 +59,8 @@ def add_trained(command: argparse.ArgumentParser) -> None:
 
 
 def add_decoding(command: argparse.ArgumentParser, tokens: int, what: str) -> None:
-    """Add how tokens are chosen. `tokens`: the default of how many. `what`: what they are of."""
+    """Add the options of generation. `tokens`: the default number of tokens. `what`: the text that it limits, in the
+    help."""
     command.add_argument(
         "--tokens", type=positive, default=tokens, metavar="N", help=f"at most N tokens per {what} (default {tokens})"
     )
@@ -105,7 +106,8 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
 def add_fields(
     group: argparse._ActionsContainer, options: type[Any], but: Container[str] = (), prefix: str = ""
 ) -> None:
-    """Add a flag for each field of a dataclass, except those named in `but`. `prefix`: of the names of flags.
+    """Add a flag for each field of a dataclass, except those named in `but`. `prefix`: the prefix of the names of
+    flags.
 
     An absent flag is None, not the field's default. So `recipe_of` can leave it out, and `check_axes` can tell a flag
     with the value of the default from an absent one.

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that leave the engine: as PEFT's files, or merged into the weights they were trained beside."""
+"""Export LoRA adapters as PEFT files or merged into their base weights, and save them in checkpoints."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def factors_on_rank_0(model: Model) -> dict[str, Tensor]:
 
 
 def merged_values(model: Model) -> weights.MergedValues:
-    """Return this rank's weights with their adapters merged. All ranks call it: each gets all factors, which are small,
-    and no weight is sent.
+    """Return this rank's weights with their adapters merged. All ranks call it: each receives all factors, which are
+    small, and no base weight is sent.
     """
     on_rank_0, keymap = factors_on_rank_0(model), model.keymap.of_adapters()
     whole: dict[str, Tensor] = {}
     for name, key in keymap.keys.items():
-        # The default dtype and device are the user's.
+        # Both are given, because a user may change torch's default dtype and device.
         empty = torch.empty(key.shape, dtype=FLOAT, device=model.mesh.host)
         tensor = on_rank_0.pop(name) if model.mesh.rank == 0 else empty
         whole[name] = model.mesh.broadcast_on_hosts_(tensor, "the sending of adapters to all ranks")
@@ -64,7 +64,7 @@ def merged_values(model: Model) -> weights.MergedValues:
 
 
 def _pairs_by_base(model: Model) -> dict[str, peft_files.Pair]:
-    """Return the factors of each adapter by the parameter beside which they stand."""
+    """Return the factors of each adapter by the name of their base parameter."""
     pairs = peft_files.pairs_of(param for param in model.table if param.adapter)
     return {base_of(pair.a.name): pair for pair in pairs}
 
@@ -152,16 +152,17 @@ def default_layout(model: Model) -> str:
 
 
 def _check_has_class(model: Model, call: str) -> None:
-    """Refuse adapters whose keys are not those of the class that would load them: PEFT would leave B at 0.
+    """Refuse adapters whose keys do not fit the transformers class that loads them: PEFT would leave B at 0.
 
-    Classes with a head have their layers in `model.`, base models (AutoModel) have not, and keys are as in the source.
+    The layers of a class with a head are under `model.`, those of a base model (AutoModel) are not. Keys follow the
+    source.
     """
     of_base, head = "embed_tokens.weight" in model.keymap.keys, model.blueprint.head
     if of_base != (head == "none"):
         kind = "those of a base model without a head" if of_base else "those of a model with a head"
         raise ConfigError(
             f'{call}: the keys of the source are {kind}, and the model was loaded with head="{head}"; the class that '
-            "has this head spells them otherwise, and PEFT would leave the adapters out. Export them merged: "
+            "has this head spells them differently, and PEFT would leave the adapters out. Export them merged: "
             "mw.export(model, directory, merge=True)"
         )
 
@@ -180,10 +181,10 @@ def _write(model: Model, folder: Path, factors: Mapping[str, Tensor], layout: st
     config = peft_files.config_of(lora, pairs, layout, str(model.directory or ""), plain=_plain_modules(model))
     config["task_type"] = "CAUSAL_LM" if model.blueprint.head == "lm" else "FEATURE_EXTRACTION"
     (folder / peft_files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    # Tensors that share memory would be refused: gate and up of an expert have one A.
+    # safetensors refuses tensors that share memory, and gate and up of an expert share one A.
     tensors = {key: tensor.clone() for key, tensor in as_in_peft(model.table, factors, layout).items()}
     save_file(tensors, folder / peft_files.WEIGHTS_FILE, {"format": "pt"})
-    # safetensors lets only the owner read it; whoever serves the adapter may be another user.
+    # safetensors lets only the owner read the file, but another user may serve the adapter.
     (folder / peft_files.WEIGHTS_FILE).chmod((folder / peft_files.CONFIG_FILE).stat().st_mode & 0o777)
     for file in folder.iterdir():
         weights.to_disk(file)

@@ -1,4 +1,4 @@
-"""The agreement: ranks compare settings and data before each collective call.
+"""The agreement: ranks compare settings and data before a collective call, so a mismatch raises instead of hanging.
 
 Each rank contributes one row to a small all-gather between hosts: whether it has failed, a checksum of its settings,
 and the size of its data. So a mistake on one rank raises on every rank at once. Without it, the other ranks would hang
@@ -141,7 +141,7 @@ def agree(
     _check_outside_loss(model, call)
 
     def prepare() -> tuple[Proposal, Mapping[str, object], Data]:
-        # Checks that can fail on one rank alone belong into this function: `compare` reports their errors to all ranks.
+        # Checks that can fail on one rank alone belong in this function: `compare` reports their errors to all ranks.
         check_inference_mode()
         check_autocast(model.mesh.device.type)
         if not asleep:
@@ -168,8 +168,8 @@ def compare(
 ) -> tuple[Result, GatheredData]:
     """Run `prepare`; return its result, and the data of each rank. Raise if the settings differ between ranks.
 
-    Rows have the same width in every call. So ranks that are in different calls (one steps, one saves) meet in the same
-    all-gather, and the checksums tell that they differ.
+    Rows have the same width in every call. So ranks in different calls (one steps, one saves) meet in the same
+    all-gather, and the checksums show the difference.
     """
     failure: Exception | None = None
     results, settings, data = list[Result](), dict[str, str](), Data()
@@ -197,8 +197,8 @@ def check_is_model(model: object) -> None:
 def _check_outside_loss(model: Model, call: str) -> None:
     """Refuse a call from inside the loss of the same model.
 
-    This rank raises alone, without an all-gather: the other ranks are in the middle of a step, and it would pair up
-    with the collectives of that step.
+    This rank raises alone: the other ranks are in the middle of a step, and an all-gather would pair up with a
+    collective of that step.
     """
     if model.calls.in_loss:
         raise StateError(
@@ -267,8 +267,8 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 
 def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token", words: str = "") -> Data:
     """Check this rank's batches and measure them. It reads values on the host, so it runs before they are copied to the
-    device. `per`: what a term of the loss is about, whose weight is the divisor. `words`: the field of words that are
-    scored too.
+    device. `per`: the unit of a loss term, whose weight is the divisor. `words`: the field with ids of words that the
+    loss also scores.
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     marks = want in ("values", "hidden")  # labels are classes, or mark the tokens that have a term
@@ -294,9 +294,9 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
 
 
 def _weight(batch: Batch, per: str) -> float:
-    """Return the weight of the targets of a batch: of the tokens, or the number of documents or groups that have some.
+    """Return the weight of a batch's targets: the sum over tokens, or the number of documents or groups with a target.
 
-    A loss that is not divided (per "micro_batch") counts the targets: weights may sum to anything.
+    For a loss that is not divided (per "micro_batch") it is the number of targets, since weights may sum to anything.
     """
     is_target_T = batch.is_target_T
     if per == "micro_batch":

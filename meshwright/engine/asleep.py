@@ -1,4 +1,4 @@
-"""Track the parts of a model that sleep: in host memory, with their device storages freed (`Engine.sleep`)."""
+"""Track which parts of a model sleep, in host memory with their device storages freed (`Engine.sleep`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from ..errors import StateError, counted
 from ..ops.host_memory import HostCopy
 
-# What sleeps and wakes together. Gradients that wait for an update go with the optimizer state: scoring needs neither.
+# The parts that sleep and wake as a whole. Gradients that wait for an update go with the optimizer state: scoring needs
+# neither.
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _WORDS = {WEIGHTS: "the weights are", OPTIMIZER: "optimizer state and gradients are"}
 

@@ -40,8 +40,8 @@ def batches(
 ) -> list[Batch]:
     """Return this data rank's batches. All ranks must give the same documents.
 
-    Batches have `length` tokens; or, with `max_tokens`, as few as the fullest one needs, and at most so many. Each
-    document goes whole to one batch of one data rank, and documents of one number in `groups` go to one batch together.
+    Batches have `length` tokens; or, with `max_tokens`, as few as the fullest one needs, and at most that number. Each
+    document goes whole to one batch of one data rank, and documents with the same number in `groups` share a batch.
     Every data rank gets the same number of batches; where documents run out, a batch is padding alone. The order of
     documents changes, since the longest are placed first: `batch.numbers` are their indices in your list, and
     `mw.by_document` restores your order. The other arguments are those of `pack`.
@@ -73,8 +73,8 @@ def batches(
 
 @names_lost_ranks()
 def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return values `[T, ...]` of this data rank's batches as a tensor for each document, in the order of the list that
-    `mw.batches` got: those of all data ranks, on all ranks.
+    """Split values `[T, ...]` of this data rank's batches into a tensor for each document. All ranks get the documents
+    of all data ranks, in the order of the list that `mw.batches` got.
 
     >>> old = mw.by_document(mesh, batches, mw.logprobs(policy, batches))         # doctest: +SKIP
     """
@@ -85,7 +85,9 @@ def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) 
             raise DataError("by_document takes a list of batches, and a list of tensors [T, ...], one for each batch")
         shapes = [tuple(each.shape[:1]) for each in values]
         if shapes != [(len(batch),) for batch in batches]:
-            raise DataError(f"values have {shapes} rows for batches of {[*map(len, batches)]} tokens; give one a token")
+            raise DataError(
+                f"values have {shapes} rows for batches of {[*map(len, batches)]} tokens; give a row per token"
+            )
         flat = torch.cat([*values]).detach()
         number_T = torch.cat([_number_of_tokens(batch) for batch in batches])
         settings = {"the tokens of by_document()": len(flat)}
@@ -93,7 +95,7 @@ def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) 
 
     (flat, number_T), gathered = compare(mesh, "by_document", prepare)
     axes, at, device = ("replicate", "fsdp"), "the values by document", flat.device
-    # A data rank with padding alone may have values of another kind: zeros, of which nothing is taken.
+    # A data rank with padding alone may have values of another dtype or shape, but nothing is taken from them.
     kinds = mesh.gather_objects((flat.dtype, flat.shape[1:]) if number_T.any() else None, axes)
     kind = {each for each in kinds if each is not None}
     if len(kind) != 1:
@@ -101,7 +103,7 @@ def by_document(mesh: Mesh, batches: Sequence[Batch], values: Sequence[Tensor]) 
     if not number_T.any():
         dtype, shape = kind.pop()
         flat = torch.zeros(len(flat), *shape, dtype=dtype)
-    # On the device of the mesh: a process group of NCCL alone gathers nothing from the host.
+    # Move them to the device of the mesh: a process group with NCCL alone cannot gather from the host.
     number_T, flat = (mesh.gather_rows(each.to(mesh.device), axes, at) for each in (number_T, flat))
     # Number 0 is padding, which comes first.
     sizes, num = torch.bincount(number_T, minlength=1).tolist(), int(gathered.per_data_rank.column("num_targets").sum())

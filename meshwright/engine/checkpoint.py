@@ -1,4 +1,4 @@
-"""Save everything that training needs, and resume from it on any mesh.
+"""Save a checkpoint with everything that training needs, and resume from it on any mesh.
 
 A checkpoint names tensors as Hugging Face files do and stores them whole, so it knows nothing of the mesh that wrote
 it: each rank of another mesh reads its own pieces. All ranks agree on the content before a byte is written, and a
@@ -48,8 +48,8 @@ from .resume_checks import (
 
 @dataclass(frozen=True)
 class Resumed:
-    """The position of a resumed run. `state`: the `state=` of the save. Without optimizer state, `step` is 0 and
-    `state` None."""
+    """The position of a resumed run. `state`: the `state=` of the save. If the source has no optimizer state, `step` is
+    0 and `state` None."""
 
     directory: Path
     step: int
@@ -69,9 +69,8 @@ def save(
     weights are their own masters. `keep`: how many of the latest checkpoints stay; with `keep_every=N`, those of every
     Nth step stay too. `state`: yours, such as the position in your data; it must be JSON, and equal on all ranks.
 
-    With `wait=False` it returns once everything is copied to host memory, which takes as much as weights and optimizer
-    state, and a thread writes the files. If that fails, the next call that trains, saves or resumes raises, or
-    `engine.wait()`.
+    With `wait=False` it returns once weights and optimizer state are copied to host memory, and a thread writes the
+    files. If that fails, the next call that trains, saves or resumes raises, and so does `engine.wait()`.
     """
     content = _content(engine, directory, ExportOptions(dtype), Keep(keep, keep_every), state)
     doing(f"saving step {engine.steps}")
@@ -335,7 +334,7 @@ def _blueprint_of(model: Model, source: weights.Source, head: str) -> Blueprint:
 @contextlib.contextmanager
 def _marked_half_restored(engine: Engine, directory: Path) -> Iterator[None]:
     """Mark the model as half updated while its tensors are replaced. If that fails, the mark stays until a resume
-    succeeds; on success the model originates from the checkpoint."""
+    succeeds; on success the checkpoint becomes the model's origin."""
     engine.discard()  # gradients of the replaced weights
     calls = engine.model.calls
     calls.half_updated = f"the resume from {directory} failed, and some parameters may be replaced"

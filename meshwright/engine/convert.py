@@ -32,7 +32,7 @@ from .export import config_of
 from .optimizer_state import COUNTERS, file_key, state_key
 
 HF, TORCH, MESHWRIGHT = "hf", "dcp", "meshwright"
-LOADS = ("router_load", "mtp_router_load")  # the second of a trained MTP head
+LOADS = ("router_load", "mtp_router_load")  # the second one for a trained MTP head
 LazyTensors = Mapping[str, Callable[[], Tensor]]  # by key of the files; a call reads the tensor
 
 
@@ -64,8 +64,8 @@ def convert(
 ) -> Path:  # fmt: skip
     """Convert `source`, and return the path that was written.
 
-    `to`: the kind to write. `dtype`: of the weights. `like`: a Hugging Face directory with config and key names, for a
-    DCP source, which has neither.
+    `to`: the kind to write. `dtype`: the dtype of the weights. `like`: a Hugging Face directory with config and key
+    names, for a DCP source, which has neither.
     """
     try:
         return _convert(_read_state(source, like), source, target, to, dtype)
@@ -92,7 +92,7 @@ def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dty
 
 
 def _read_state(source: Path, like: Path | None) -> State:
-    """Open a source of any kind, by the files that it has. A Meshwright checkpoint has a config.json too."""
+    """Open a source; its files show its kind. A Meshwright checkpoint also has a config.json."""
     if (source / disk.TORCH_LIST).is_file():
         return _read_torch(source, like)
     if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
@@ -299,7 +299,7 @@ def _sources_of_copies(blueprint: Blueprint) -> dict[str, str]:
 def _state_dtypes(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, torch.dtype]]:
     """Return the table with the scales of 8-bit state, and the dtypes of state and scales.
 
-    State that is not quantised has one dtype for all parameters, so one tensor tells.
+    State that is not quantised has one dtype for all parameters, so one tensor shows it.
     """
     blueprint, tensors = state.blueprint, state.planes[state.of_optimizer[0]]
     quantised = [name for name in trained if names_of_scales([name])[0] in tensors]

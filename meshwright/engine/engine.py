@@ -1,4 +1,4 @@
-"""The engine: agree on a step, run its micro-batches, reduce what FSDP leaves unreduced, clip, update.
+"""The training engine: an optimizer step over micro-batches (gradient accumulation), clipping, update, evaluation.
 
 A step divides each term by the weight of the whole step before backward. So gradients are plain sums over micro-batches
 and ranks, and every split of a step into micro-batches gives the same result up to rounding. Averaging per micro-batch
@@ -81,8 +81,8 @@ class Engine:
 
     `lr`, `loss` and `temperature` may be assigned between steps, the same on all ranks.
 
-    `step` is `backward` (after it gradients are reduced, and equal on all ranks that hold them) and `update` (norm,
-    clipping, optimizer).
+    `step` runs `backward`, which leaves gradients reduced and equal on all ranks that hold them, and then `update`:
+    norm, clipping, optimizer.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Engine:
         self._terms, self.trained = Terms(model, self.want), model.trained
         self._metrics_M = torch.zeros(0)  # of the micro-batch whose loss was computed last, before they are divided
         # The copy of the embedding on a last stage that only looks tokens up for a detached MTP head has no gradient of
-        # its own. Zeros, summed with the first stage's, update both copies alike (Megatron-LM#4641).
+        # its own. Zeros, summed with the first stage's, update both copies equally (Megatron-LM#4641).
         self._looked_up = unreached_embedding(model)
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
@@ -215,7 +215,7 @@ class Engine:
             if scores is None:  # a pipeline stage without the head
                 num_zeros = (2 if mtp else 0) + self._num_metrics
                 return None, torch.stack([torch.zeros_like(aux), aux, *[torch.zeros_like(aux)] * num_zeros])
-            if mtp is not None:  # only here: another stage of this rank would count once more what backward recomputed
+            if mtp is not None:  # not on other stages of this rank: they would count recomputed tokens again
                 mtp.router.set_slope(step.mtp.num_followed, step.num_batches)
             num = len(self._terms.names(Loss.of(self.loss)))
             loss = self._share(batch, scores[:num], step)
@@ -315,8 +315,8 @@ class Engine:
         return put_to_sleep(self.model, wanted, self.optimizer, self.settle_saving)
 
     def wake(self, *, weights: bool = True, optimizer: bool = True) -> int:
-        """Move it back to the device, bit for bit, and return its bytes there. If a rank lacks memory, all raise
-        `StateError` and nothing wakes: free some memory, and call it again."""
+        """Move what sleeps back to the device, bit for bit, and return its bytes there. If a rank lacks memory, all
+        ranks raise `StateError` and nothing wakes: free some memory, and call it again."""
         return wake_up(self.model, {WEIGHTS: weights, OPTIMIZER: optimizer})
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Export whole Hugging Face directories.
+"""Export a model as a Hugging Face directory.
 
 An export has the key names, file layout and dtypes of the source, so whatever reads the source reads the export. All
 ranks first agree on the options and prove that their pieces tile every parameter; then each rank writes its own rows
@@ -105,7 +105,7 @@ def _format_of(model: Model, dtype: torch.dtype | None, form: str | None, merge:
 
 
 def _read_only(model: Model) -> list[tuple[str, str]]:
-    """Return the keys in formats that are only read, with their formats."""
+    """Return the keys in formats that Meshwright reads but does not write, with their formats."""
     return [each for param in model.table if (each := model.keymap.only_read(param)) is not None]
 
 
@@ -163,7 +163,7 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
 
 
 def check_shapes(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
-    """Refuse tensors of another shape than this rank's pieces."""
+    """Refuse tensors whose shapes differ from those of this rank's pieces."""
     live = values.stored if isinstance(values, weights.Values) else values  # as stored: no dequantising
     for name, tensor in live.items():
         shape = pieces[name].shape
@@ -196,7 +196,7 @@ def in_dtype(keymap: weights.KeyMap, model: Model, dtype: torch.dtype) -> weight
 
 
 def _has_new_value_head(model: Model) -> bool:
-    """Tell whether the value head was added to a language model, rather than read from files."""
+    """Return whether the value head was added to a language model, rather than read from files."""
     source, module = model.keymap.source, model.blueprint.module
     is_new = source is None or SCORE not in source.entries
     return is_new and "values" in module.scores and module.shape.labels.new

@@ -1,4 +1,4 @@
-"""The norms by which gradients are clipped: one of the model, and another of an MTP head that is trained apart."""
+"""Global gradient norms for clipping: one of the model, and another of an MTP head that is clipped separately."""
 
 from __future__ import annotations
 

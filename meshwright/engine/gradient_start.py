@@ -1,9 +1,9 @@
-"""The collectives of backward in the part of the model where gradients begin, counted on the meta device.
+"""Count, on the meta device, the collectives of backward in the layer where gradients begin (frozen first layers).
 
 If the first layers are frozen, backward ends in the part (a layer or the head) with the first trained parameter. After
-that part a gradient passes every door, so the declarations give the bill. Inside of it only tensors computed from a
-trained parameter have a gradient, and recomputation may stop early. Only autograd knows both. So the part runs forward
-and backward on the meta device, where nothing is computed, and its collectives are counted (decision 0009).
+that part a gradient passes every door, so the declarations give the bill. Inside it only tensors computed from a
+trained parameter have a gradient, and recomputation may stop early. Only autograd knows both. So this module runs the
+part forward and backward on the meta device, where nothing is computed, and counts its collectives (decision 0009).
 """
 
 from __future__ import annotations

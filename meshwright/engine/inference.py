@@ -59,7 +59,7 @@ def logprobs(
 ) -> Tensor | list[Tensor]:  # fmt: skip
     """Return `[T]` log-probabilities of the labels of this data rank's tokens, 0 without a label. No gradients.
 
-    Of several batches, a list. `temperature` divides the logits first. `mw.scores` also returns the entropy.
+    Several batches give a list. `temperature` divides the logits first. `mw.scores` also returns the entropy.
     """
     given = [batches] if isinstance(batches, Batch) else batches
     each = _whole_scores(model, given, Want("logprobs", temperature=temperature), "logprobs")
@@ -76,10 +76,10 @@ def top_logprobs(
 def top_logprobs(
     model: Model, batches: Batch | Sequence[Batch], k: int, *, temperature: float = 1.0
 ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-    """Return the k likeliest next words of each token, the likeliest first: "ids" and their "logprobs", `[T, k]` each.
+    """Return the top-k next words at each token, the likeliest first: their "ids" and "logprobs", `[T, k]` each.
 
-    Of several batches, a list. Labels play no part; padding has the ids -1 and the log-probabilities 0. `temperature`
-    divides the logits first. No rank ever has `[T, V]` logits. No gradients.
+    Several batches give a list. Labels have no effect; padding has the ids -1 and the log-probabilities 0.
+    `temperature` divides the logits first. No rank ever has `[T, V]` logits. No gradients.
     """
     given = [batches] if isinstance(batches, Batch) else batches
     want = Want("top_words", temperature=temperature, num_top=k)
@@ -143,9 +143,10 @@ def expert_choices(model: Model, batch: Batch) -> Tensor:
 
 @names_lost_ranks()
 def embeddings(model: Model, batch: Batch) -> Tensor:
-    """Return `[documents, width]`: what the model makes of each document's last token, in at least float32.
+    """Return `[documents, width]`: the final hidden state of each document's last token, in at least float32.
 
-    For models with `head="none"`, such as Qwen3-Embedding. They are not normalised. No gradients; padding has none.
+    For models with `head="none"`, such as Qwen3-Embedding. The embeddings are not normalised. No gradients; padding has
+    no embedding.
     """
     (own_TD,) = score_without_grad(model, [batch], Want("hidden"), "embeddings")
     states_TD = model.mesh.gather_rows(own_TD, ("cp", "tp"))
@@ -156,8 +157,8 @@ def embeddings(model: Model, batch: Batch) -> Tensor:
 def gather_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
     """All-gather the vocabulary over tp, from this rank's slice of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
-    # An all-gather needs equal shapes, and the last slice may be shorter. It is padded at its end, so all padding
-    # lands behind the vocabulary.
+    # An all-gather needs equal shapes, and the last slice may be shorter. It is padded at its end, so all padding comes
+    # after the vocabulary.
     widest = -(-vocab // tp)
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
     return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()
@@ -193,7 +194,7 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
 
 
 def _check_same_count(gathered: GatheredData) -> None:
-    """Refuse calls with other numbers of batches on some ranks: each runs the collectives of a micro-batch."""
+    """Refuse different numbers of batches on the ranks of a replica, since each batch runs collectives."""
     counts = gathered.column("num_batches")
     if bool((counts != counts[0]).any()):
         rank = int((counts != counts[0]).int().argmax())

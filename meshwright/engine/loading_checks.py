@@ -20,13 +20,13 @@ def refuse_training_read_only(blueprint: Blueprint, trained: Container[str]) -> 
             key, form = read_only
             raise ConfigError(
                 f"{key} is {form}, a format that Meshwright reads but cannot train, and train= includes {param.name}; "
-                "train others, such as train=['*norm*'], adapters with lora=mw.Lora(), or none with train=[], "
-                "or use the model in bfloat16 or FP8"
+                "train other parameters, such as train=['*norm*'], adapters with lora=mw.Lora(), or none with "
+                "train=[], or use the model in bfloat16 or FP8"
             )
 
 
 def log_left_wide(names: list[str], mesh: Mesh) -> None:
-    """Say which matrices are stored as values though others of their kind are stored in 4 bits."""
+    """Log which matrices are stored as values although others of their kind are stored in 4 bits."""
     if names and mesh.rank == 0:
         logger.info(
             "%s is stored as values and not in 4 bits, as %s: the columns of a rank are not whole blocks",
@@ -35,7 +35,7 @@ def log_left_wide(names: list[str], mesh: Mesh) -> None:
 
 
 def log_mtp(blueprint: Blueprint, trained: Collection[str], mesh: Mesh) -> None:
-    """Say that an MTP head is new, or that it goes stale beside a trunk that is trained."""
+    """Warn that an MTP head is new, or that it goes stale because the trunk is trained without it."""
     if mesh.rank:
         return
     if any(name.startswith(MTP) for name in blueprint.keymap.fresh):
@@ -43,5 +43,5 @@ def log_mtp(blueprint: Blueprint, trained: Collection[str], mesh: Mesh) -> None:
     elif blueprint.recipe.mtp == "carried" and trained and any(k.startswith(PREFIX) for k in blueprint.keymap.carried):
         logger.warning(
             "the MTP head (mtp.*) is kept as it is and goes stale: the more the model changes, the fewer of its drafts "
-            'are accepted in speculative decoding. mtp="head" trains it too, and the model as without it'
+            'are accepted in speculative decoding. mtp="head" trains it too; the model trains as without it'
         )

@@ -1,4 +1,4 @@
-"""The unit of a loss: its terms are per token, document, group of documents or micro-batch, or belong to a step."""
+"""`mw.Loss`: a loss function and the unit of its terms, which is a token, document, group, micro-batch or step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PER = ("token", "document", "group", "micro_batch", "step")
 
 
 def _takes(function: Callable[..., object], num: int) -> bool:
-    """Tell whether a function can be called with this many arguments; True for those without a signature."""
+    """Return whether a function can be called with this many arguments; True for those without a signature."""
     try:
         inspect.signature(function).bind(*range(num))
     except ValueError:
@@ -25,30 +25,30 @@ def _takes(function: Callable[..., object], num: int) -> bool:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function, and what one term of it is about.
+    """A loss function, and the unit of its terms.
 
     >>> engine = Engine(model, lr=1e-6, loss=Loss(gspo, per="document", metrics=("kl",)))      # doctest: +SKIP
 
-    `per`: "token", a term depends on its token alone. With "document", "group" and "micro_batch" the function is called
-    as `function(scores, fields, docs)` with the whole micro-batch, on any mesh: scores are all-gathered over cp and tp,
-    and `docs` (`LossDocuments`) sums and splits them by document. It returns a term for each document, for each group
-    (`mw.batches(groups=)`), or one number.
+    `per`: with "token" a term depends on its token alone. With "document", "group" and "micro_batch" the function is
+    called as `function(scores, fields, docs)` with the whole micro-batch, on any mesh: scores are all-gathered over cp
+    and tp, and `docs` (`LossDocuments`) sums and splits them by document. It returns a term for each document, for each
+    group (`mw.batches(groups=)`), or one number.
 
     With "step" the function gets the tokens with a label of all micro-batches of all data ranks, `[N, ...]`, and `docs`
     counts these tokens alone. It returns a term for each group of the step. So a contrastive loss has every document of
     the step as a negative, on any mesh and with any number of micro-batches.
 
     `normalise`: the engine divides by the number of tokens, documents or groups with a label in the whole step (of
-    tokens: by the sum of their weights). With False it does not divide: the function has.
+    tokens: by the sum of their weights). With False it does not divide, because the function has done so.
 
     `metrics`: names of figures. The function then returns `(terms, {name: values})`, with values in the shape of its
     terms, and `record.metrics` has their mean over the step, or their sum with `normalise=False`.
 
     `words`: the name of a field of token ids `[T, K]`, such as the likeliest words of a teacher, with -1 for no word.
     The function then gets `scores["word_logprobs"]` too: `[T, K]`, their log-probabilities, and 0 for no word.
-    `word_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at 1; without it they are at
-    the temperature of the engine. `rest` adds `scores["rest_logprobs"]`, `[T]`: the log-probability of all other words
-    of the vocabulary, exact also where it is near 0 and 1 minus the sum of the given words has no digits left.
+    `word_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at temperature 1; without it
+    all are at the temperature of the engine. `rest` adds `scores["rest_logprobs"]`, `[T]`: the log-probability of all
+    other words of the vocabulary, exact even where 1 minus the probability of the given words would lose all digits.
     """
 
     function: LossFunction
@@ -81,7 +81,7 @@ class Loss:
             raise ConfigError("rest=True has no effect without words=: it is about the words that these leave")
 
     def _check_function(self) -> None:
-        """Refuse what cannot be called as `per` says."""
+        """Refuse a function that cannot be called as `per` says."""
         if not callable(self.function):
             raise ConfigError(f"loss={self.function!r} must be a function of scores and fields, such as cross_entropy")
         if self.per not in PER:
@@ -95,9 +95,9 @@ class Loss:
 
     @property
     def name(self) -> str:
-        """Return the name of the function, or an objective with its options: what ranks compare."""
+        """Return the name of the function, or an objective with its options. Ranks compare it."""
         function: object = self.function
-        # A dataclass of options, and no other: it may hold the data of a rank.
+        # Only a dataclass of options: any other may hold data that differ between ranks.
         if is_dataclass(function) and all("text" in each.metadata for each in fields(function)):
             return repr(function)
         named = function if inspect.isroutine(function) else type(function)
@@ -105,5 +105,5 @@ class Loss:
 
     @classmethod
     def of(cls, loss: Loss | LossFunction) -> Loss:
-        """Return a loss of which a user may have given the function alone."""
+        """Return a `Loss`, made from the function if the user gave only that."""
         return loss if isinstance(loss, Loss) else cls(loss)

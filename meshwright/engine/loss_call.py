@@ -1,4 +1,4 @@
-"""The call of a user's loss: what it gets, and the checks of what it returns."""
+"""Call a user's loss: its inputs, and the checks of its result."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def perturbed(
     model: Model, loss: Loss, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor],
     docs: LossDocuments | None = None,
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:  # fmt: skip
-    """Return other scores and fields for a test of what a term depends on. In the first step of RL every probability
-    ratio is 1, and all tokens of a micro-batch may have one advantage: any mean of equal numbers would pass."""
+    """Return perturbed scores and fields, to test what a term depends on. In the first step of RL every probability
+    ratio is 1, and all tokens of a micro-batch may have one advantage, so a wrong mean over equal numbers would
+    pass."""
     host, num = model.mesh.host, len(next(iter(scores.values())))
     draw = torch.rand(num, generator=torch.Generator(host).manual_seed(0), device=host)
     others = {name: (x.t() - 0.1 * draw.to(x)).t() for name, x in scores.items()}

@@ -1,4 +1,4 @@
-"""The documents of a micro-batch, as a loss per document or group sees them."""
+"""Sums, means and splits over the documents and groups of a micro-batch, for losses per document or group."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ class LossDocuments:
         return torch.bincount(self.group_D, minlength=self.num_groups)
 
     def num_terms(self, per: str) -> int:
-        """Return how many terms a loss has that is per "document", "group", "step" or "micro_batch"."""
+        """Return the number of terms of a loss per "document", "group", "step" or "micro_batch"."""
         return {"document": self.num, "group": self.num_groups, "step": self.num_groups}.get(per, 1)
 
     def has_target(self, per: str) -> Tensor:
-        """Return whether each document has a token with a label; per "group" and "step" each group; for a micro-batch
-        True."""
+        """Return whether each document has a token with a label; per "group" and "step", whether each group has one;
+        True per "micro_batch"."""
         has_D = self.num_targets_D > 0
         if per == "document":
             return has_D
         return self.group_sum(has_D.double()) > 0 if per in ("group", "step") else has_D.new_ones(())
 
     def part(self, per: str, terms: Sequence[int]) -> tuple[Tensor, LossDocuments]:
-        """Return the documents of some terms alone, and the numbers of their tokens."""
+        """Return the token positions of the documents of some terms, and these documents alone."""
         of_term = range(self.num) if per == "document" else self.group_D.tolist()
         numbers = [number for number, term in enumerate(of_term) if term in terms]
         starts, device = list(accumulate(self.sizes, initial=0)), self.is_target_T.device
@@ -105,7 +105,7 @@ class LossDocuments:
 
 
 def _like(numbers: Tensor, values: Tensor) -> Tensor:
-    """Return one number a row in the dtype of values `[rows, ...]`, to be broadcast over them."""
+    """Return one number per row in the dtype of values `[rows, ...]`, to be broadcast over them."""
     return numbers.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
 
 
@@ -117,8 +117,8 @@ def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
 def _sums(values: Tensor, sizes: Tensor, num: int) -> Tensor:
     """Sum consecutive rows: of each segment of `sizes`, `num` rows together. -> in at least float32
 
-    Partial sums are float64: in bfloat16 a sum of ones ends at 256. A reduction by segments adds without atomics, so
-    each run gets the same bits.
+    Partial sums are float64: in bfloat16 a sum of ones stops growing at 256. A reduction by segments adds without
+    atomics, so each run gets the same bits.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     if not len(sizes):

@@ -4,10 +4,10 @@ A loss per token gets this rank's tokens only. It returns one term per token and
 divide by the weight of the whole step, and the result does not depend on how tokens are spread over ranks and
 micro-batches.
 
-A loss per document, group or micro-batch gets the scores of the whole micro-batch. They are all-gathered over cp x tp,
-and every rank runs the loss on them and differentiates it for them, as leaves. It sends its own part of that gradient
-(the cotangents) back through its own forward. That is the chain rule, so it is exact for any loss, and one all-gather
-of a few numbers a token is all that travels.
+A loss per document, group or micro-batch gets the scores of the whole micro-batch. They are all-gathered over cp x tp.
+Every rank runs the loss on them as leaves, differentiates it with respect to them, and sends its own part of that
+gradient (the cotangents) back through its own forward. By the chain rule this is exact for any loss, and the only
+collective is one all-gather of a few numbers per token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .validation import check_apart, check_by_token, check_differentiable, check
 class Terms:
     """Computes what this rank adds to a loss and its metrics. Each token of a data rank belongs to one rank.
 
-    A user's loss may fail on one rank only, while the others enter collectives that need this rank. So this rank goes
-    on to the end of the step with terms of zero. Then the all-reduce of the loss carries the failure to all ranks.
+    A user's loss may fail on one rank only, while the others enter collectives that need this rank. So this rank
+    completes the step with terms of zero, and the all-reduce of the loss then carries the failure to all ranks.
     """
 
     def __init__(self, model: Model, want: str) -> None:
@@ -47,8 +47,9 @@ class Terms:
     ) -> StepTerms | None:  # fmt: skip
         """Begin a step. Return the terms of a loss per step, else None. `local`: the batches on the device.
 
-        A loss per step runs here, on the scores of a first forward without gradients, which counts no experts. With
-        one micro-batch on one stage it waits for the scores of the only forward. `grad`: there will be a backward.
+        A loss per step runs here, on the scores of a first forward without gradients, which does not count the load of
+        experts. With one micro-batch on one stage it waits for the scores of the only forward. `grad`: there will be a
+        backward.
         """
         self._of_step = None
         if loss.per != "step":
@@ -62,8 +63,8 @@ class Terms:
         return of_step
 
     def _run(self, of_step: StepTerms, own_rows: Sequence[Tensor], *, grad: bool) -> None:
-        """Run a loss per step on the scores of the step, of which this rank has its own."""
-        whole = of_step.gather(own_rows)  # outside of the handling of failures, as below
+        """Run a loss per step on the scores of the step. `own_rows`: the scores of this rank."""
+        whole = of_step.gather(own_rows)  # not inside the error handling, as below
         try:
             of_step.run(whole, grad=grad)
         except Exception as error:  # noqa: BLE001 - as below
@@ -84,7 +85,7 @@ class Terms:
         `[M]`, before they are divided."""
         if self._of_step is not None:
             return self._share_of_step(self._of_step, loss, batch, scores)
-        # Outside of the handling of failures: a rank whose loss has failed must still meet the others.
+        # Not inside the error handling: a rank whose loss has failed must still meet the others.
         whole = None if loss.per == "token" else self._gather(scores)
         if self.failure is None:
             try:
@@ -104,7 +105,7 @@ class Terms:
         return self._nothing(loss, scores) if self.failure is not None else of_step.share(batch, rows)
 
     def _is_checked(self, loss: Loss, fields: Mapping[str, Tensor]) -> bool:
-        """Tell whether a loss was checked with these fields. The checks wait for the device, so they must not run
+        """Return whether a loss was checked with these fields. The checks wait for the device, so they must not run
         again where micro-batches with and without weights alternate."""
         return self._checked is not None and self._checked[0] == loss and frozenset(fields) in self._checked[1]
 
@@ -115,8 +116,8 @@ class Terms:
 
     @staticmethod
     def _nothing(loss: Loss, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Return zeros, but connected to the scores: backward must reach every parameter, or FSDP's collectives are
-        missing."""
+        """Return zeros that are connected to the scores: backward must reach every parameter, or some of FSDP's
+        collectives would not run."""
         zeros = torch.stack([x.sum() for x in scores]) * 0.0
         return zeros, zeros.new_zeros(len(loss.metrics), dtype=torch.float64)
 
@@ -166,7 +167,8 @@ class Terms:
     def _of_documents(
         self, loss: Loss, batch: Batch, scores: Scores, whole: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run the loss on the whole micro-batch. Return a number with the gradient of the loss for own scores.
+        """Run the loss on the whole micro-batch. Return a scalar that carries the gradient of the loss with respect to
+        this rank's scores.
 
         The value of the loss and its metrics count on one rank of cp x tp, and are 0 on the others.
         """

@@ -130,12 +130,12 @@ class Model:
 
     @property
     def gathers_once(self) -> bool:
-        """Tell whether parameters are all-gathered once a step instead of once a micro-batch."""
+        """Return whether parameters are all-gathered once a step instead of once a micro-batch."""
         return self.blueprint.spec.gathers_once(self.mesh.axes.pp)
 
     @property
     def sums_once(self) -> bool:
-        """Tell whether gradients are reduced once a step, after the last micro-batch."""
+        """Return whether gradients are reduced once a step, after the last micro-batch."""
         return self.blueprint.spec.sums_once(self.mesh.axes.pp)
 
     @cached_property
@@ -208,7 +208,7 @@ class Model:
 
     @property
     def trains_mtp(self) -> bool:
-        """Tell whether a step runs the MTP head."""
+        """Return whether a step runs the MTP head."""
         return any(name.startswith(MTP) for name in self.trained)
 
     def placement(self, name: str) -> Placement:
@@ -229,8 +229,8 @@ class Model:
         return {name: piece.detach() for name, piece in self.to_update().items()}
 
     def to_update(self) -> dict[str, Tensor]:
-        """Return what `stored` returns, not detached, for a caller that writes under no_grad: detaching thousands of
-        tensors takes the host longer than updating them."""
+        """Return the tensors of `stored` without detaching them, for a caller that writes under no_grad: detaching
+        thousands of tensors takes the host longer than updating them."""
         self.calls.asleep.check_weights()
         return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
@@ -285,20 +285,20 @@ class Model:
     def base(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without adapters: `with model.base(): mw.logprobs(model, batch)` is the reference policy.
 
-        It takes no memory, since the base's weights are the model's own. Not for steps. Refused if `train` names
+        It takes no memory, since the base's weights are the model's own. Not for steps. It raises if `train` names
         weights of the base: without adapters the model would still not be its base.
         """
         new = (name for name in self.trained if not self.table[name].adapter and name not in self.keymap.fresh)
         changed = [name for name in new if not name.startswith(MTP)]  # which scores no token of the model
         if changed:
             raise ConfigError(
-                f"{changed[0]} is trained beside the adapters ({len(changed)} such parameters), so model.base() would "
+                f"{changed[0]} is trained next to the adapters ({len(changed)} such parameters), so model.base() would "
                 "not be the base; load the base as a second model, or train adapters alone"
             )
         return without_adapters(self.parts)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
-        """Return local tensors with their layout, from which the weights room gathers and writes whole ones."""
+        """Return local tensors with their layout, from which `weights/` gathers and writes whole tensors."""
         return StoredModel(self.blueprint.spec, self.mesh, stored)
 
     def check_whole(self) -> None:
@@ -435,7 +435,7 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     # Counted on the meta device, so before `distribute` places the same modules.
     begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, trained)
     stages, fp8_gather = parallel.distribute(blueprint.spec, mesh, compute, stored)
-    # Modules are public (`model.parts`), so `torch.save(part.state_dict())` is only a line away.
+    # Modules are public (`model.parts`), so a user may well call `torch.save(part.state_dict())`.
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
@@ -460,8 +460,8 @@ def _refuse_state_dict(*_: object) -> None:
 
 
 def _read_frozen_scales(model: Model, source: Source, together: bool) -> int:
-    """Read the scales of frozen parameters in 8 bits, and what those of 4 bits are divided by. Return how many bytes
-    were read.
+    """Read the scales of frozen parameters in 8 bits, and the divisors of those in 4 bits. Return how many bytes were
+    read.
 
     A rank reads the scales of the whole matrix that FSDP gathers on it, not only of its rows. `together`: other ranks
     wait for what this one reads, so all raise if one fails.

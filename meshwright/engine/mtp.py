@@ -1,8 +1,8 @@
-"""The loss of the MTP head in a step: its terms, its divisor, and the load of its experts.
+"""The loss of the MTP head (multi-token prediction) in a step: its terms, its divisor, and the load of its experts.
 
 The head predicts the label of the next token. Its loss has a divisor of its own, the weight of these labels over all
-micro-batches and ranks: with the divisor of the model, or one of each rank, a gradient would depend on where documents
-are cut (Megatron-LM#7452), and be 0/0 on a cp rank whose labels have all moved away (mcore-bridge#104).
+micro-batches and ranks: with the divisor of the model, or a divisor per rank, a gradient would depend on where
+documents are cut (Megatron-LM#7452), and would be 0/0 on a cp rank whose labels have all moved away (mcore-bridge#104).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class MtpRecord:
     """The results of a step of the MTP head."""
 
     loss: float  # cross-entropy, before it is weighted
-    acceptance: float  # the share of targets that are the likeliest word: of drafts that greedy decoding would accept
+    acceptance: float  # the share of targets that are the likeliest word: drafts that greedy decoding accepts
     grad_norm: float | None = None  # of the head alone, where its gradients are clipped alone
 
 
 def next_labels(batch: Batch) -> Tensor:
-    """Return what the MTP head is to predict at each token."""
+    """Return the label of the MTP head at each token."""
     return next_in_document(batch.labels, batch.docs, IGNORE)
 
 
@@ -60,7 +60,7 @@ def next_weights(batch: Batch) -> Tensor | None:
 
 
 def mtp_data(batches: Sequence[Batch]) -> MtpData:
-    """Measure batches."""
+    """Return the size of the MTP loss in batches."""
     weight, num_targets, num_followed = 0.0, 0, 0
     for batch in batches:
         is_target_T, weights_T = next_labels(batch) != IGNORE, next_weights(batch)
@@ -74,8 +74,8 @@ def mtp_data(batches: Sequence[Batch]) -> MtpData:
 class MtpTraining:
     """Computes the loss of the MTP head of a model that trains it.
 
-    `apart`: the parameters whose gradients are clipped by a norm of their own. With mtp="head" these are the head's:
-    in the norm of the model they would scale the steps of the trunk, which would then not be those without MTP.
+    `apart`: the parameters whose gradients are clipped by a norm of their own. With mtp="head" these are the head's. In
+    the norm of the model they would change how the trunk is clipped, and the trunk must train as without MTP.
     """
 
     def __init__(self, model: Model, router_aux: str) -> None:
@@ -87,8 +87,8 @@ class MtpTraining:
         self.apart = self.names if head.detached else frozenset()
 
     def loss(self, batch: Batch, scores: Scores, step: MtpData) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the loss of a micro-batch, weighted, and of what is reported: the loss as it is,
-        and the acceptance.
+        """Return this rank's share of the weighted loss of a micro-batch, and of the reported figures: the unweighted
+        loss and the acceptance.
 
         `step`: the size of the whole step. A step without targets has a loss of 0, not 0/0.
         """

@@ -1,4 +1,4 @@
-"""Checks of a resume, before a tensor is overwritten: whatever would make the same weights compute other values."""
+"""Refuse a resume, before a tensor is overwritten, if the same weights would compute other values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_carried_mtp(model: Model, source: weights.Source) -> None:
     """
     own = model.keymap.source
     both = [key for key in model.keymap.carried if key.startswith(PREFIX) and key in source.entries]
-    # Those that a checkpoint holds in another dtype than 8-bit files are left out.
+    # Keys with different dtypes are left out: a checkpoint may hold weights of 8-bit files in a wider dtype.
     carried = [key for key in both if own is not None and own.entries[key].dtype == source.entries[key].dtype]
     if model.recipe.mtp != "carried" or own is None or not carried:
         return
@@ -79,7 +79,7 @@ def check_adapter_keys(source: weights.Source, keymap: weights.KeyMap) -> None:
     odd = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
     if odd and all(key.startswith(PREFIX) for key in odd):
         raise CheckpointError(
-            f"{source.directory} has no MTP head that was trained beside its adapters ({odd[0]}); load the model as it "
+            f"{source.directory} has no MTP head that was trained with its adapters ({odd[0]}); load the model as it "
             'was saved, with mtp="carried"'
         )
     if odd:
@@ -110,8 +110,8 @@ def check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tra
     frozen = trainer.get("frozen", model.recipe.frozen)  # `meshwright convert` does not know it
     if frozen != model.recipe.frozen:
         raise CheckpointError(
-            f"{at} was trained with frozen={frozen!r}, the engine's model has frozen={model.recipe.frozen!r}, so other "
-            f"values of what is frozen; load the model with frozen={frozen!r}"
+            f"{at} was trained with frozen={frozen!r}, the engine's model has frozen={model.recipe.frozen!r}, so the "
+            f"frozen weights have other values; load the model with frozen={frozen!r}"
         )
     if model.mesh.rank == 0:
         saved = trainer["settings"]  # empty in a checkpoint that `meshwright convert` made
@@ -125,7 +125,8 @@ def check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tra
 def check_state(
     engine: Engine, source: Checkpoint, blueprint: Blueprint, trained: Container[str], quantised: Sequence[str]
 ) -> None:
-    """Refuse a checkpoint that lacks state of this engine's optimizer, or has it in 8 bits and the optimizer cannot.
+    """Refuse a checkpoint that lacks state of this engine's optimizer, or has it in 8 bits, which the optimizer does
+    not support.
 
     Muon may take over from AdamW: its momentum is then AdamW's first moment, an average of gradients too.
     """
@@ -190,7 +191,7 @@ def check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
 
 def check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config: Sequence[str]) -> None:
     """Refuse a `config.json` with which the saved weights would compute other values."""
-    # rope_theta or rms_norm_eps have no tensor whose shape could disagree: only the config tells.
+    # No tensor's shape depends on rope_theta or rms_norm_eps: only the config shows a change.
     for name, now, then in _differences(_flatten(model.config), _flatten(blueprint.config)):
         field = name.rpartition(".")[2]
         if {*name.split(".")} & {*_IRRELEVANT}:

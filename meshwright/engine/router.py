@@ -103,7 +103,7 @@ class Router:
             self.forget()
 
     def trained(self) -> None:
-        """Note that the update was applied: this step is the one before the next."""
+        """Note that the update was applied: "previous" then uses the counts of this step."""
         self._trained_LE = self.load_LE
 
     @property

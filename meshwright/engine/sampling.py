@@ -31,7 +31,7 @@ _FIRST_ROOM = 16  # tokens that are padded for at first; then twice as many, and
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to continue prompts; the arguments of `sample`. `pictures`: of each prompt, on one process."""
+    """Options for continuing prompts: the arguments of `sample`. `pictures`: those of each prompt, on one process."""
 
     tokens: int
     top_p: float | None = None
@@ -93,8 +93,8 @@ def token_stream(model: Model, prompts: Sequence[Sequence[int]], how: Decoding) 
     generators = [_generator(how.seed, number) for number in range(len(prompts))]
     for _ in range(how.tokens):
         logits_PV = _next_logits(model, _pack_sequences(model, prompts, generated, how))
-        # Logits need not be bitwise equal on all ranks, so near a tie ranks could choose other tokens. And a rank that
-        # stopped earlier would leave the others waiting. So all ranks take the choice of rank 0.
+        # Logits need not be bitwise equal on all ranks, so near a tie ranks could choose different tokens, and a rank
+        # that stopped earlier would leave the others waiting. So all ranks take the choice of rank 0.
         chosen_P = model.mesh.gather_rows(_choose(logits_PV, how, generators), DENSE, "the choice of rank 0")
         drawn = chosen_P[: len(generated)].tolist()
         chosen = [None if ids and ids[-1] in how.stop else token for ids, token in zip(generated, drawn, strict=True)]

@@ -101,8 +101,8 @@ def _proposal(wanted: Mapping[str, bool]) -> Proposal:
 def _to_be_freed(
     model: Model, wanted: Mapping[str, bool], optimizer: LocalOptimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each wanted part by a name for errors. A part that sleeps already has nothing to add, but
-    the state of another engine's optimizer."""
+    """Return the tensors of each wanted part by a name for errors. A part that already sleeps adds nothing, except the
+    optimizer state of another engine."""
     asleep, tensors_of = model.calls.asleep, dict[str, dict[str, Tensor]]()
     if wanted.get(WEIGHTS) and WEIGHTS not in asleep:
         tensors_of[WEIGHTS] = {**model.to_update(), **_scales(model)}
@@ -124,8 +124,8 @@ def _scales(model: Model) -> dict[str, Tensor]:
 
 
 def _on_device(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that take memory of the device. With `offload` they are on the host; where the host itself
-    stands for the device, they are there too."""
+    """Return the tensors that take memory of the device. With `offload` they are on the host; on a CPU mesh, where the
+    host is the device, all are on it."""
     mesh = model.mesh
     if mesh.device == mesh.host and model.recipe.memory.offload:
         return {}

@@ -46,7 +46,7 @@ def fields_of_step(loss: Loss, batches: Sequence[Batch]) -> dict[str, object]:
 
 
 def _kinds(batch: Batch) -> dict[str, str]:
-    """Return the fields of a batch with their dtypes, and the numbers of a token."""
+    """Return the fields of a batch with their dtypes and their shapes per token."""
     fields = {name: batch.fields[name] for name in sorted(batch.fields)}
     return {name: " ".join(map(str, (x.dtype, *x.shape[1:]))).removeprefix("torch.") for name, x in fields.items()}
 
@@ -135,7 +135,7 @@ def _values_of(batch: Batch, names: Sequence[str]) -> Tensor:
 
 
 def _positions(counts_RMS: Tensor, device: torch.device) -> tuple[Tensor, int]:
-    """Return where each row of the step lies behind the all-gather, and how many rows each rank sends.
+    """Return the position of each row of the step after the all-gather, and how many rows each rank sends.
 
     A rank (data rank R, share S of the tokens) sends the rows of all its micro-batches M, padded. Rows of a step are
     in the order of R, M, S.

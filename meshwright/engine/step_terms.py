@@ -1,10 +1,10 @@
 """The terms of a loss per step: every document of the step may depend on every other, as in contrastive learning.
 
 Micro-batches are too many to keep their activations, so a first forward without gradients collects the scores of the
-tokens with a label (GradCache, arXiv 2101.06983). They are all-gathered, the loss runs once on all of them and is
-differentiated for them, as leaves. Then forward and backward run as ever, and each rank sends the gradient for its own
-scores (the cotangents) back through them. That is the chain rule, so it is exact for any loss. A step of one
-micro-batch on one pipeline stage needs no first forward: it gathers inside of the only one.
+tokens with a label (GradCache, arXiv 2101.06983). They are all-gathered, and the loss runs once on all of them as
+leaves, and is differentiated with respect to them. Then forward and backward run as usual, and each rank sends the
+gradient of its own scores (the cotangents) back through them. By the chain rule this is exact for any loss. A step of
+one micro-batch on one pipeline stage needs no extra forward: it gathers during its only one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StepTerms:
     def __init__(
         self, model: Model, loss: Loss, names: Sequence[str], batches: tuple[Sequence[Batch], Sequence[Batch]]
     ) -> None:
-        """`names`: of the scores. `batches`: of this rank, on the host and on the device. Hosts exchange sizes here."""
+        """`names`: the scores' names. `batches`: this rank's, on the host and on the device. Hosts exchange sizes
+        here."""
         self._model, self._loss, self._names = model, loss, names
         on_host, self._local = batches
         self._rows = StepRows(model.mesh, on_host)
@@ -53,7 +54,7 @@ class StepTerms:
         return self._rows.gather([rows.detach() for rows in own_rows])
 
     def run(self, whole: Tensor, *, grad: bool) -> None:
-        """Run the loss on the scores of the step, and differentiate it for them.
+        """Run the loss on the scores of the step, and differentiate it with respect to them.
 
         The value of the loss and its metrics count on one rank of a pipeline stage, and are 0 on the others.
         """
@@ -76,8 +77,8 @@ class StepTerms:
         self.is_known = True
 
     def share(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a number with the gradient of the loss for the scores of a micro-batch, and this rank's part of each
-        metric. The first micro-batch brings the value of the whole step."""
+        """Return a scalar that carries the gradient of the loss with respect to the scores of a micro-batch, and this
+        rank's part of each metric. That of the first micro-batch has the value of the whole step."""
         assert self._cotangents is not None, "the loss has run, with gradients"
         number = self._number_of[id(batch)]
         surrogate = (upcast(rows) * self._rows.own(number, self._cotangents)).sum()

@@ -1,4 +1,4 @@
-"""Hand weights to whoever samples with them (RL rollouts): whole tensors, their metadata, and shards.
+"""Stream weights to inference engines (RL rollouts): whole tensors, their metadata, or shards.
 
 All have the Hugging Face names and layouts of the source, like an export, and derive from one `Handout`.
 """
@@ -33,7 +33,7 @@ def stream(
     `ranks`: "first", on the CPU of rank 0 of the mesh, and no items elsewhere; or "all", every tensor on every rank, on
     its device. About 64 MiB are held at a time, or one tensor if it is larger, and as much again while they are
     received. A tensor owns its memory: it is no view of a bucket, so pickling it or sharing it with another process
-    takes its own bytes alone, and it stays as it is in later steps.
+    takes its own bytes alone, and later steps do not change it.
 
     Weights come in the dtype of the source, gradients in float32. `dtype`: cast weights before they are sent, except
     float32 parameters (`A_log`), as in `export`. Tensors outside the model (`mtp.*`) are left out.
@@ -118,8 +118,8 @@ class Handout:
 
 
 def chosen(model: Model, which: str | None, call: str) -> str:
-    """Return what to hand out. Refuse to choose for a model with adapters: whoever takes its weights without them gets
-    the base, and would not notice.
+    """Return what to hand out. Refuse to choose for a model with adapters: its weights without the adapters are the
+    base, and nothing would show the mistake.
     """
     check_is_model(model)
     if which is None and model.recipe.lora is not None:

@@ -1,5 +1,4 @@
-"""Checks of arguments, data and results, before any work. They are pure functions of their arguments: none knows a
-model or a rank.
+"""Checks of arguments, data and results, before any work: pure functions of their arguments, without a model or mesh.
 
 Each catches a mistake that would otherwise train silently on wrong numbers, or fail much later with an error of torch.
 Messages name the argument, its value and the fix.
@@ -162,7 +161,7 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
-    # Of negative numbers only the label -100 has a meaning.
+    # The only negative number with a meaning is the label -100.
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
         if bad.any():
@@ -183,8 +182,8 @@ def check_given_experts(batches: Sequence[Batch], balance: Balance) -> None:
             raise DataError("the batch has choices of experts, but the model has no experts; leave experts= out")
         if batch.experts.shape[1:] != shape:
             raise DataError(
-                f"experts of the batch has {tuple(batch.experts.shape[1:])} a token, and the model "
-                f"{balance.num_layers} layers with experts and {balance.top_k} experts a token"
+                f"experts of the batch has shape {tuple(batch.experts.shape[1:])} per token, and the model has "
+                f"{balance.num_layers} layers with experts and {balance.top_k} experts per token"
             )
         sorted_TLk = batch.experts.sort(-1).values
         none, bad = (sorted_TLk == NO_EXPERT).all(-1), (sorted_TLk < 0) | (sorted_TLk >= balance.num_experts)
@@ -232,7 +231,7 @@ def check_temperature(temperature: object, scores: Container[str] = ("logprobs",
     """Refuse a temperature that logits cannot be divided by, or for a head that has no logits."""
     if not isinstance(temperature, Real) or not within(float(temperature), 0) or not temperature:
         raise ConfigError(
-            f"temperature={temperature!r:.80} must be a number above 0, that of the samples; 1 by default"
+            f"temperature={temperature!r:.80} must be a number above 0, such as that of the sampler; by default 1"
         )
     if temperature != 1 and "logprobs" not in scores:
         raise ConfigError(
@@ -257,8 +256,8 @@ def check_words(loss: Loss, temperature: float, scores: Container[str]) -> None:
 
 
 def check_word_ids(batches: Sequence[Batch], words: str, vocab: int) -> None:
-    """Refuse words that are missing or outside of the vocabulary, and a token that has a label and no word: its term
-    would be that of no information, without an error."""
+    """Refuse words that are missing or outside of the vocabulary, and a token with a label and no word: its term would
+    be meaningless, without an error."""
     for batch in batches if words else ():
         if words not in batch.fields:
             raise DataError(f"the batch has no field {words!r}, whose words the loss scores; add it by with_fields")
@@ -298,7 +297,7 @@ def check_top_p(top_p: object) -> None:
 
 
 def check_terms(terms: object, shape: tuple[int, ...], per: str) -> None:
-    """Refuse the result of a user's loss unless it is one floating point number for each of what it is about."""
+    """Refuse the result of a user's loss unless it is one floating-point number per unit, as `per` says."""
     if not isinstance(terms, Tensor) or terms.shape != shape:
         result = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
         hint = ' (for a loss of whole documents: mw.Loss(..., per="document"))' if per == "token" else ""

@@ -1,9 +1,9 @@
 """Pictures in a step: all ranks run the vision tower in the same micro-batches.
 
-The tower has collectives (FSDP gathers its parameters), and each rank has other pictures, or none. If a rank decided by
-its own batch, its collectives would pair up with others, or with none. So ranks agree on a mask with a bit for each
-micro-batch. If any rank has pictures, all ranks run the tower, those without pictures on zero patches. If no rank has,
-none runs it, and it costs nothing.
+The tower has collectives (FSDP gathers its parameters), and each rank has other pictures, or none. If each rank decided
+by its own batch, collectives of different kinds would pair up, or a rank would wait forever. So ranks agree on a mask
+with a bit for each micro-batch. If any rank has pictures, all ranks run the tower, those without pictures on zero
+patches. If no rank has, none runs it, and it costs nothing.
 """
 
 from __future__ import annotations

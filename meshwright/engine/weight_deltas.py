@@ -41,7 +41,7 @@ class WeightDeltas:
 
         `indices` are sorted positions in the flattened whole tensor, int32 unless it has more than 2**31 - 1 elements.
         `meshwright.weight_sync.apply_delta` writes the values there. `ranks`: as in `mw.stream`. The weights count as
-        sent when the last item was taken: if the loop ends before, the next call yields the same changes again.
+        sent once the last item was taken: if the loop ends earlier, the next call yields the same changes again.
         """
         with names_lost_ranks():
             handout, changed = handout_of(self._model, self._wanted), list[weights.Change]()

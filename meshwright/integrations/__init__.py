@@ -1,4 +1,4 @@
-"""Backends for frameworks of reinforcement learning: each module registers Meshwright with one of them.
+"""Training backends for RL frameworks, verl and AReaL: each registers Meshwright with one framework.
 
-A framework is imported in the module of its name and nowhere else, so Meshwright needs none of them.
+Only the modules named after a framework import it, so Meshwright runs without any of them installed.
 """

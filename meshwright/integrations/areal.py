@@ -1,7 +1,7 @@
-"""Engines of AReaL 1.0.4 on Meshwright, one for each role: actor and reference, critic, SFT, reward model, DPO.
+"""AReaL 1.0.4 training engines on Meshwright, one for each role: actor and reference, critic, SFT, reward model, DPO.
 
-AReaL's trainers choose an engine by the prefix of `backend`, among names of `areal.engine`. `register` puts these here
-in their place.
+AReaL's trainers look up an engine class in `areal.engine` by the prefix of `backend`. `register` replaces these classes
+by the ones of this module.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MeshwrightPPOActor(MeshwrightEngine):
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Any) -> Any:
-        """Return AReaL's controller of such engines in other processes."""
+        """Return AReaL's controller for engines of this class in other processes."""
         from areal.trainer.ppo import actor
 
         return _controller(cls, config, scheduler, actor.PPOActorController, actor.PPOActorControllerV2)
@@ -77,7 +77,7 @@ class MeshwrightPPOCritic(MeshwrightEngine):
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Any) -> Any:
-        """Return AReaL's controller of such engines in other processes."""
+        """Return AReaL's controller for engines of this class in other processes."""
         from areal.trainer.ppo import critic
 
         return _controller(cls, config, scheduler, critic.PPOCriticController, critic.PPOCriticControllerV2)
@@ -102,7 +102,7 @@ class MeshwrightLMEngine(MeshwrightEngine):
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Any) -> Any:
-        """Return AReaL's controller of such engines in other processes."""
+        """Return AReaL's controller for engines of this class in other processes."""
         from areal.trainer.sft import lm_engine
 
         return _controller(cls, config, scheduler, lm_engine.LMController, lm_engine.LMControllerV2)
@@ -127,7 +127,7 @@ class MeshwrightRWEngine(MeshwrightEngine):
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Any) -> Any:
-        """Return AReaL's controller of such engines in other processes."""
+        """Return AReaL's controller for engines of this class in other processes."""
         from areal.trainer.rw import rw_engine
 
         return _controller(cls, config, scheduler, rw_engine.RWController, rw_engine.RWControllerV2)
@@ -156,7 +156,7 @@ class MeshwrightDPOEngine(MeshwrightEngine):
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Any) -> Any:
-        """Return AReaL's controller of such engines in other processes."""
+        """Return AReaL's controller for engines of this class in other processes."""
         from areal.trainer.dpo import dpo_engine
 
         return _controller(cls, config, scheduler, dpo_engine.DPOController, dpo_engine.DPOControllerV2)
@@ -175,9 +175,9 @@ def _controller(engine: type, config: Any, scheduler: Any, first: Any, second: A
 
 
 def register(*backends: str) -> None:
-    """Have AReaL's trainers make these engines where a config says one of `backends`: "fsdp", "megatron".
+    """Make AReaL's trainers use these engines for configs with one of `backends`: "fsdp", "megatron".
 
-    By default both. A config of "fsdp" has axes d, t and c; one of "megatron" also p and e.
+    By default both. A config of backend "fsdp" has the axes d, t and c; one of "megatron" also p and e.
     """
     if unknown := [name for name in backends if name not in _PREFIXES]:
         raise mw.ConfigError(f"backend {unknown[0]!r} cannot be replaced; choose from {', '.join(_PREFIXES)}")

@@ -1,4 +1,4 @@
-"""Cut AReaL's padded batches into micro-batches of packed documents, equally many on all ranks."""
+"""Cut AReaL's padded batches into micro-batches of packed documents, the same number on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _PICTURES = ("pixel_values", "image_grid_thw", "video_grid_thw")
 class MicroBatches:
     """The micro-batches of one call: as AReaL's losses see them, and as batches of Meshwright.
 
-    `sizes`: tokens of each row of the input. `meta`: leads back to the trajectories, if the input was a list of them.
+    `sizes`: tokens of each row of the input. `meta`: turns results back into a list of trajectories, if the input was
+    one.
     """
 
     cut: MicroBatchList
@@ -37,12 +38,13 @@ class MicroBatches:
     meta: Any
 
     def scores(self, number: int, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the scores of a micro-batch without the token that stands for an empty one."""
+        """Return the scores of a micro-batch. The one token of an empty micro-batch is dropped."""
         return {name: x[: self.cut.group_lens[number]] for name, x in scores.items()}
 
 
 def micro_batches(mesh: mw.Mesh, input_: Any, config: Any, multiple: int) -> MicroBatches:
-    """Cut a padded batch, or a list of trajectories, as the config's `mb_spec` says. All ranks or none refuse."""
+    """Cut a padded batch, or a list of trajectories, as the config's `mb_spec` says. If one rank refuses its data, all
+    ranks raise."""
     spec, at, what = config.mb_spec, "the data of AReaL", "nothing was run"
     data, meta = mesh.together(lambda: _checked(input_, spec), at, mw.DataError, what)
     sizes = data["attention_mask"].sum(1).tolist()
@@ -55,7 +57,7 @@ def micro_batches(mesh: mw.Mesh, input_: Any, config: Any, multiple: int) -> Mic
 
 
 def _checked(input_: Any, spec: Any) -> tuple[dict[str, Any], Any]:
-    """Return the input as one batch of rows, and what leads back. Refuse what would be ignored otherwise."""
+    """Return the input as one batch of rows, and the metadata that undoes this. Refuse unusable data."""
     data, meta = concat_batch(input_) if isinstance(input_, list) else (dict(input_), None)
     if missing := [name for name in ("input_ids", "attention_mask") if name not in data]:
         raise mw.DataError(f"the data have no {missing[0]}; give padded rows with input_ids and attention_mask")
@@ -66,7 +68,7 @@ def _checked(input_: Any, spec: Any) -> tuple[dict[str, Any], Any]:
     if not torch.equal(mask.bool(), torch.arange(mask.shape[1], device=mask.device) < mask.sum(1)[:, None]):
         raise mw.DataError("attention_mask has a gap, or padding before tokens; pad each row at its end only")
     if len(mask) % spec.granularity:
-        raise mw.DataError(f"{len(mask)} rows are no multiple of mb_spec.granularity={spec.granularity}")
+        raise mw.DataError(f"{len(mask)} rows are not a multiple of mb_spec.granularity={spec.granularity}")
     return amend_position_ids(data), meta
 
 
@@ -79,7 +81,7 @@ def _groups(sizes: Sequence[int], spec: Any, num: int) -> list[list[int]]:
 
 
 def _agreed(mesh: mw.Mesh, sizes: Sequence[int], spec: Any, num: int) -> list[list[int]]:
-    """Return this data rank's micro-batches: at least `num`, and as many as the rank needs that needs most."""
+    """Return this data rank's micro-batches: at least `num`, and as many as the rank that needs most."""
     at = "the micro-batches of AReaL"
     groups = mesh.together(lambda: _groups(sizes, spec, num), at, mw.DataError, "nothing was run")
     counts = mesh.all_or_none(None, at, numbers=(len(groups),))
@@ -87,7 +89,7 @@ def _agreed(mesh: mw.Mesh, sizes: Sequence[int], spec: Any, num: int) -> list[li
 
 
 def _cut(data: dict[str, Any], spec: Any, groups: Sequence[Sequence[int]]) -> MicroBatchList:
-    """Return the packed rows of each micro-batch. What is no tensor over rows and tokens goes to all of them whole."""
+    """Return the packed rows of each micro-batch. Values that are not tensors over rows go whole to all."""
     mask, order = data["attention_mask"], list(chain.from_iterable(groups))
     over_tokens = {name for name, x in data.items() if torch.is_tensor(x) and x.numel() == mask.numel()}
     by_row = {name for name in data if name.startswith("multi_modal_input")}

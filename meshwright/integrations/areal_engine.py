@@ -2,7 +2,8 @@
 
 AReaL calls a loss on whole micro-batches of packed sequences. The loss is a mean over a micro-batch, and a weight, such
 as the number of its answer tokens, turns it into a part of the mean over the whole batch. AReaL's own engines average
-gradients over data ranks and multiply by their number again. Meshwright sums gradients, so nothing is multiplied.
+gradients over data ranks and then multiply by the number of data ranks. Meshwright sums gradients, so it needs no such
+factor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _ALL = ("pp", "replicate", "fsdp", "cp", "tp")
 class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no types
     """A model on a mesh, as AReaL drives it. The config is AReaL's `TrainEngineConfig`.
 
-    `options`: what that config has no field for. Set it in a subclass, so that AReaL's workers import it too.
+    `options`: choices for which that config has no field. Set it in a subclass, so that AReaL's workers import it too.
     """
 
     options: ClassVar[EngineOptions] = EngineOptions()
@@ -67,7 +68,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
     # Setup
 
     def create_process_group(self, parallel_strategy: Any = None) -> None:
-        """Make the mesh. Without a strategy it is that of `config.backend`."""
+        """Make the mesh, by default from the strategy in `config.backend`."""
         if parallel_strategy is None:
             parallel_strategy = ModelAllocation.from_str(self.config.backend).parallel
         axes = mesh_axes(parallel_strategy, self.options.replicate)
@@ -103,12 +104,12 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
     def engine(self) -> mw.Engine:
         """Return the engine that trains. Refuse a model that only scores."""
         if self._engine is None:
-            raise mw.StateError("optimizer=None has no optimizer, so the model only scores; give it a config to train")
+            raise mw.StateError("optimizer=None: the model has no optimizer and only scores; set optimizer to train it")
         return self._engine
 
     @property
     def initialized(self) -> bool:
-        """Tell whether the model is loaded."""
+        """Return whether the model is loaded."""
         return self._initialized
 
     def destroy(self) -> None:
@@ -155,7 +156,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         return self.mesh.ranks[int(self.mesh.ranks_over(_MODEL)[0])]
 
     def is_data_parallel_head(self) -> bool:
-        """Tell whether this rank is the first of those that read the same data."""
+        """Return whether this rank is the first of those that read the same data."""
         return self.current_data_parallel_head() == self.mesh.ranks[self.mesh.rank]
 
     # Steps
@@ -184,7 +185,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
     def forward_backward_batch(
         self, mb_list: Any, process_output_fn: Callable[..., Any], forward_only: bool = False
     ) -> None:
-        """Refuse: the callback wants whole logits."""
+        """Raise: the callback wants whole logits, which no rank has."""
         raise mw.ConfigError(
             "forward_backward_batch hands whole logits to a callback, and here each rank computes only its part of the "
             "vocabulary; call train_batch, eval_batch or forward_batch, whose losses get log-probabilities and entropy"
@@ -314,7 +315,8 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
             self.engine.lr = self._lr
 
     def _take(self, new: mw.Model) -> None:
-        """Use the weights of a new model. One that only scores is replaced by it."""
+        """Use the weights of a new model. Without an optimizer it replaces the old model; else its weights are
+        copied."""
         if self._engine is None:
             self.model = new
         else:
@@ -328,7 +330,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
         self.is_offload = True
 
     def onload(self) -> None:
-        """Move them back to the device."""
+        """Move weights, optimizer state and waiting gradients back to the device."""
         self.model.wake() if self._engine is None else self._engine.wake()
         self.is_offload = False
 
@@ -338,7 +340,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """Keep on the device what is offloaded, while the body runs."""
+        """Move what is offloaded to the device while the body runs."""
         asleep = self.is_offload
         self._ensure_ready()
         yield
@@ -370,7 +372,7 @@ class MeshwrightEngine(TrainEngine):  # type: ignore[misc] # AReaL ships no type
 
 @dataclass(frozen=True, eq=False)
 class _Loss:
-    """The loss of one call: that of AReaL for each micro-batch, times the share of its weight."""
+    """The loss of one call: AReaL's loss of each micro-batch, times the micro-batch's share of the total weight."""
 
     given: MicroBatches
     loss_fn: Callable[..., Any]
@@ -378,7 +380,7 @@ class _Loss:
     is_critic: bool
 
     def __call__(self, number: int, scores: dict[str, Tensor]) -> Tensor:
-        """Return a part of the loss of the whole batch. As in AReaL, a micro-batch of weight 0 is not asked."""
+        """Return this micro-batch's part of the loss. As in AReaL, weight 0 skips the loss."""
         scores, mb = self.given.scores(number, scores), self.given.cut.mbs[number]
         if not self.shares[number]:
             return torch.stack([x.sum() for x in scores.values()]).sum() * 0.0

@@ -1,4 +1,4 @@
-"""Translate AReaL's configs into arguments of Meshwright, and refuse what has no meaning here. Imports no AReaL."""
+"""Translate AReaL's configs into arguments of Meshwright, and refuse unsupported fields, without importing AReaL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .. import api as mw
 from .options import cosine, load_options
 
-# The only value of a field that has a meaning here, and what to do instead.
+# Fields with one supported value: that value, and what to do instead.
 _ONLY: dict[str, tuple[Any, str]] = {
     "use_kernels": (False, "Meshwright chooses its own kernels"),
     "enable_tree_training": (False, "sequences are packed whole; leave it False"),
@@ -29,7 +29,8 @@ class EngineOptions:
 
     `replicate`: how many copies of the sharded parameters there are (HSDP); it divides the data-parallel size.
     `memory`, `pipeline`, `context`: the fields of `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more
-    arguments of `mw.load`, such as `fp8`. `length_multiple`: micro-batches are padded to a multiple of so many tokens.
+    arguments of `mw.load`, such as `fp8`. `length_multiple`: micro-batches are padded to a multiple of this many
+    tokens.
     """
 
     replicate: int = 1
@@ -41,7 +42,7 @@ class EngineOptions:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what an AReaL config asks for and Meshwright does not do, by its name."""
+    """Refuse, by name, each setting of an AReaL config that Meshwright does not support."""
     for name, (only, instead) in _ONLY.items():
         owner, _, last = name.rpartition(".")
         owned = getattr(config, owner) if owner else config

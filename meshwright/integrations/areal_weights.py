@@ -1,4 +1,4 @@
-"""Weights of an engine of AReaL as files, and on their way to inference servers."""
+"""Write the weights of an AReaL engine to files, and send them to inference servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FORMATS = ("hf", "dcp")
 
 
 def check(meta: Any, config: Any) -> None:
-    """Refuse a way to hand over weights that is not supported."""
+    """Refuse an unsupported way to send weights."""
     if meta.type == "awex":
         raise mw.ConfigError("weights of type 'awex' are not supported; set weight_update_mode to disk or xccl")
     if meta.type == "disk":
@@ -50,8 +50,8 @@ def check_format(meta: Any) -> None:
 
 
 def export(model: mw.Model, meta: Any, config: Any) -> None:
-    """Write a Hugging Face directory in the compute dtype, as AReaL does; with format "dcp", which is read again to
-    train on, in float32. Adapters are written as PEFT's files.
+    """Write a Hugging Face directory in the compute dtype, as AReaL does. Format "dcp" is written in float32, because
+    training continues from it. Adapters are written as PEFT files.
     """
     if model.recipe.lora is not None:
         mw.export_adapter(model, meta.path, overwrite=True)
@@ -68,7 +68,7 @@ def export(model: mw.Model, meta: Any, config: Any) -> None:
 
 
 def load(model: mw.Model, meta: Any) -> mw.Model:
-    """Load the weights of a Hugging Face directory as another model of the same recipe."""
+    """Load the weights of a Hugging Face directory as a new model with the same recipe."""
     if model.recipe.lora is not None:
         raise mw.ConfigError(f"{meta.path}: adapters are loaded with their optimizer state (with_optim=True) only")
     recipe = {each.name: getattr(model.recipe, each.name) for each in fields(model.recipe)}
@@ -76,7 +76,7 @@ def load(model: mw.Model, meta: Any) -> mw.Model:
 
 
 def replace_weights(engine: mw.Engine, new: mw.Model) -> None:
-    """Copy the weights of another model into that of an engine. Its optimizer state stays."""
+    """Copy the weights of another model into an engine's model. The optimizer state stays."""
     if engine.model.numbers:
         raise mw.ConfigError("frozen weights in 8 or 4 bits cannot be replaced; make a new engine from that directory")
     engine.discard()  # gradients of the replaced weights
@@ -95,7 +95,7 @@ class Rollout:
     group: Any = None
 
     def update_from_disk(self, model: mw.Model, meta: Any, config: Any, version: int) -> None:
-        """Write the weights to `meta.path`, and have the servers read them. They generate until then."""
+        """Write the weights to `meta.path`, and make the servers read them. They keep generating until then."""
         export(model, SaveLoadMeta(path=meta.path, weight_format="hf", with_optim=False), config)
 
         def notify() -> None:
@@ -119,7 +119,7 @@ class Rollout:
                 if self.mesh.rank == 0:
                     self._send(stream, meta)
             finally:
-                exhaust(stream)  # the other ranks of the mesh are in it
+                exhaust(stream)  # the other ranks of the mesh wait in its collectives
 
         self._together(send)
 
@@ -139,7 +139,7 @@ class Rollout:
 
 
 def connected(mesh: mw.Mesh, engine: Any, meta: Any, before: Rollout | None) -> Rollout:
-    """Connect an engine. A group with its servers is made once."""
+    """Connect to an inference engine. The process group with its servers is made once."""
     if meta.type == "disk":
         return Rollout(mesh, engine)
     if before is not None and before.group is not None:
@@ -150,7 +150,7 @@ def connected(mesh: mw.Mesh, engine: Any, meta: Any, before: Rollout | None) -> 
 
 
 def _group(engine: Any, meta: Any) -> Any:
-    """Make a process group of this process and all servers, while they join it."""
+    """Make a process group of this process and all servers, while the servers join it."""
     meta.nccl_master_address, meta.nccl_group_name = gethostip(), _GROUP
     (meta.nccl_master_port,) = find_free_ports(1)
     joined = engine.init_weights_update_group(meta)
@@ -167,7 +167,7 @@ def _group(engine: Any, meta: Any) -> Any:
 
 @contextlib.contextmanager
 def _own_store() -> Iterator[None]:
-    """Let this process open a store of its own while the body runs: under torchrun it would ask torchrun's."""
+    """Let this process open its own store while the body runs: under torchrun it would connect to torchrun's."""
     name = "TORCHELASTIC_USE_AGENT_STORE"
     before = os.environ.get(name)
     os.environ[name] = str(False)

@@ -24,11 +24,11 @@ _NUMBER = "number_of_micro_batch"  # a field of each batch: a pipeline may call 
 def packed(
     mesh: mw.Mesh, micro_batches: Sequence[Sequence[Tensor]], multiple: int = 1, least: int = 0, values: bool = False
 ) -> list[mw.Batch]:
-    """Pack the documents of each micro-batch, all to the length of the fullest one of all data ranks.
+    """Pack the documents of each micro-batch. All batches get the length of the fullest one on any data rank.
 
-    `multiple`: of how many tokens that length is a multiple: fewer lengths mean fewer compilations. `least`: its
-    smallest value. `values`: for a value head, whose scores are of all tokens, the last one of a document too. Data
-    ranks with other numbers of micro-batches raise on all ranks. A micro-batch without any token becomes one token.
+    `multiple`: the length is rounded up to a multiple of this: fewer lengths mean fewer compilations. `least`: the
+    smallest length. `values`: for a value head, which scores all tokens, the last one of a document too. If data ranks
+    have different numbers of micro-batches, all ranks raise. A micro-batch without any token gets one token.
     """
     micro_batches = [[each for each in documents if len(each)] or [_NOTHING] for documents in micro_batches]
     sizes = [sum(len(tokens) for tokens in documents) for documents in micro_batches]
@@ -42,8 +42,8 @@ def packed(
 
 
 def _packed(documents: Sequence[Tensor], number: int, length: int, values: bool) -> mw.Batch:
-    """Pack one micro-batch. Every token predicts the next one of its document: a framework masks in its loss. A token
-    without a label would have the score 0, so for a value head each gets one, which nothing reads.
+    """Pack one micro-batch. Every token predicts the next one of its document, since a framework masks in its loss. For
+    a value head every token gets a label that nothing reads, because the score of a token without one would be 0.
     """
     numbers = [torch.full((len(tokens),), number) for tokens in documents]
     tokens = [each.tolist() for each in documents]
@@ -60,16 +60,16 @@ def scores(model: mw.Model, batches: Sequence[mw.Batch], temperature: float) -> 
 
 
 def losses_of(mesh: mw.Mesh, loss: JaggedLoss, actual: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Call a loss on the scores of each micro-batch. If it fails on one rank, all raise."""
+    """Call a loss on the scores of each micro-batch. If it fails on one rank, all ranks raise."""
     call = lambda: [loss(number, each) for number, each in enumerate(actual)]  # noqa: E731 - short
     return mesh.together(call, "the loss of a framework", mw.DataError, "no loss was computed")
 
 
 def backward(engine: mw.Engine, batches: Sequence[mw.Batch], loss: JaggedLoss, temperature: float) -> None:
-    """Leave the gradient of the losses of all micro-batches of all data ranks, summed, on the parameters.
+    """Sum the losses of all micro-batches of all data ranks, and leave the gradient on the parameters.
 
-    `loss` is called on the ranks with the head, once for each micro-batch. It gets all scores of the micro-batch on
-    any mesh.
+    `loss` is called on the ranks with the head, once for each micro-batch. On any mesh it gets all scores of the
+    micro-batch.
     """
     engine.loss = mw.Loss(_Loss(loss), per="micro_batch", normalise=False)
     engine.temperature = temperature
@@ -78,7 +78,7 @@ def backward(engine: mw.Engine, batches: Sequence[mw.Batch], loss: JaggedLoss, t
 
 @dataclass(frozen=True, eq=False)
 class _Loss:
-    """A loss of a framework in the form that `mw.Loss` takes."""
+    """A framework's loss in the form that `mw.Loss` takes."""
 
     loss: JaggedLoss
 

@@ -1,4 +1,4 @@
-"""Options of Meshwright that configs of several frameworks give: mesh, model, learning rate."""
+"""Translate what configs of several frameworks share into Meshwright's options: mesh, model, learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 
 
 def mesh_axes(axes: Mapping[str, int | None], world: int) -> dict[str, Any]:
-    """Return the sizes of the mesh axes. `fsdp` is what the other axes leave of the ranks, unless it is given."""
+    """Return the sizes of the mesh axes. By default `fsdp` takes the ranks that the other axes leave."""
     if unknown := [name for name in axes if name not in _AXES]:
         raise mw.ConfigError(f"mesh has {unknown[0]!r}; its axes are {', '.join(_AXES)}")
     sizes = {name: size for name, size in axes.items() if size is not None}
@@ -26,7 +26,7 @@ def load_options(head: str, dtype: str, recompute: bool, choices: Any) -> dict[s
     """Return arguments of `mw.load`. `choices` has the fields of `mw.MemoryOptions`, `mw.Pipeline` and
     `mw.ContextParallel` as dicts `memory`, `pipeline`, `context`.
 
-    Layers are not compiled, unless `memory` says so: old log-probabilities and those of training then round equally.
+    Layers are not compiled unless `memory` says so, so that old log-probabilities and those of training round equally.
     """
     memory = {"compiled": False, "recompute": "full" if recompute else "none"}
     return {
@@ -39,7 +39,7 @@ def load_options(head: str, dtype: str, recompute: bool, choices: Any) -> dict[s
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name such as "bfloat16" or "bf16"."""
+    """Return the dtype for a name such as "bfloat16" or "bf16"."""
     names = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
     known = {each: getattr(torch, each) for each in names.values()}
     wanted = known.get(names.get(name, name))
@@ -49,6 +49,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def cosine(progress: float, least: float, cycles: float = 0.5) -> float:
-    """Return the factor of the learning rate at a progress of 0 to 1, from 1 down to `least`."""
+    """Return the factor of a cosine schedule, from 1 down to `least`, at a progress from 0 to 1."""
     wave = math.cos(math.pi * cycles * 2.0 * progress)
     return max(least, wave * (1 - least) / 2 + (1 + least) / 2)

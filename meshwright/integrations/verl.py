@@ -37,9 +37,10 @@ _UNSUPPORTED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillati
 class MeshwrightEngineConfig(EngineConfig):  # type: ignore[misc] # verl ships no types
     """The config of the engine itself: the mesh, and arguments of `mw.load`.
 
-    `mesh`: sizes of axes; `fsdp` is by default what the others leave. `memory`, `pipeline`, `context`: the fields of
-    `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more arguments of `mw.load`, such as `fp8`.
-    `length_multiple`: micro-batches are padded to a multiple of so many tokens. `weight_dtype`: what a rollout gets.
+    `mesh`: sizes of axes; by default `fsdp` takes the ranks that the other axes leave. `memory`, `pipeline`, `context`:
+    the fields of `mw.MemoryOptions`, `mw.Pipeline`, `mw.ContextParallel`. `load`: more arguments of `mw.load`, such as
+    `fp8`. `length_multiple`: micro-batches are padded to a multiple of this many tokens. `weight_dtype`: the dtype of
+    the weights that a rollout gets.
     """
 
     strategy: str = BACKEND
@@ -81,7 +82,8 @@ class MeshwrightCriticConfig(CriticConfig):  # type: ignore[misc] # verl ships n
 
 
 class _TrainMode(BaseEngineCtx):  # type: ignore[misc] # verl ships no types
-    """Training: what is offloaded is on the device meanwhile. No gradient is left unless verl asks for that."""
+    """The context of training. What is offloaded is on the device meanwhile. Gradients are dropped unless verl keeps
+    them."""
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.zero_grad_on_exit or exc_type is not None:
@@ -135,12 +137,12 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Tell whether weights stay in host memory between phases."""
+        """Return whether weights stay in host memory between phases."""
         return bool(self.engine_config.param_offload)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Tell whether optimizer state stays in host memory between phases."""
+        """Return whether optimizer state stays in host memory between phases."""
         return bool(self.engine_config.optimizer_offload)
 
     def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
@@ -168,7 +170,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
             move(weights=weights, optimizer=optimizer)
 
     def _offload(self) -> None:
-        """Move to host memory what is offloaded between phases."""
+        """Move what the config offloads between phases to host memory."""
         weights, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=weights, optimizer=optimizer, grad=weights)
 
@@ -195,7 +197,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return self._data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Tell whether this rank hands results to verl: one rank of each data rank, with the head."""
+        """Return whether this rank hands results to verl: one rank of each data rank, with the head."""
         schedule = mw.Pipeline(**self.engine_config.pipeline).schedule
         with_head = 0 if schedule == "v" else self.mesh.axes.pp - 1  # "v" puts first and last stage on one rank
         return (self.mesh.coords["pp"], self.mesh.coords["cp"], self.mesh.coords["tp"]) == (with_head, 0, 0)
@@ -251,7 +253,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _checked(self, data: Any) -> float:
-        """Refuse what would be ignored otherwise. Return the temperature."""
+        """Refuse requests that would otherwise be ignored. Return the temperature."""
         for key in _UNSUPPORTED:
             if tu.get_non_tensor_data(data=data, key=key, default=False):
                 raise mw.ConfigError(f"the data ask for {key}, which the backend {BACKEND!r} does not compute")
@@ -263,9 +265,7 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         if positions is not None and positions.dim() == 2:  # three-dimensional ones are those of text, without pictures
             from_0 = torch.arange(int(offsets[-1]), device=offsets.device)
             if not torch.equal(positions.values(), from_0 - offsets[:-1].repeat_interleave(offsets.diff())):
-                raise mw.DataError(
-                    "position_ids of a sample do not count from 0; positions of one's own are not supported"
-                )
+                raise mw.DataError("position_ids of a sample do not count from 0; custom positions are not supported")
         return self._temperature(data)
 
     def _sum_over_data_ranks(self, mask: Tensor) -> int:
@@ -277,13 +277,13 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
         return bool(tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False))
 
     def _temperature(self, data: Any) -> float:
-        """Return the temperature by which logits are divided. One call has one."""
+        """Return the temperature that divides logits. A call must have only one."""
         if self.head == "value":
             return 1.0
         given = data["temperature"]
         values = sorted({float(each) for each in given.flatten()}) if isinstance(given, Tensor) else [float(given)]
         if len(values) > 1:
-            raise mw.DataError(f"the samples have {len(values)} temperatures, {values[0]} and others; give all one")
+            raise mw.DataError(f"the samples have {len(values)} temperatures, such as {values[0]}; give all one")
         return values[0]
 
     def model_output(self, scores: Mapping[str, Tensor], entropy: bool) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Translate verl's configs into arguments of Meshwright: model, optimizer, learning rate. Imports no verl."""
+"""Translate verl's configs into arguments of Meshwright: model, optimizer, learning rate, without importing verl."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def peft_config(lora: mw.Lora) -> dict[str, Any]:
 
 
 def optimizer_of(optim: Any) -> mw.AdamW:
-    """Return the optimizer. Refuse another than AdamW: a run must not train with something else than its config."""
+    """Return the optimizer. Refuse any but AdamW: a run must not train with an optimizer that its config does not
+    name."""
     name, extra = optim.get("optimizer", "AdamW"), dict(optim.get("override_optimizer_config") or {})
     if str(name).lower() not in ("adamw", "adam"):
         raise mw.ConfigError(f"optim.optimizer={name!r} is not supported; choose AdamW")

@@ -141,7 +141,8 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
 def describe(config: Json, prefix: str, recipe: Recipe = Recipe(), keys: Collection[str] = ()) -> tuple[Decoder, Table]:
     """Build the model on the meta device and its table; check that declarations cover everything exactly once.
 
-    `keys`: those of the source. Keys of a vision tower or an MTP head that is not trained are carried along unchanged.
+    `keys`: the keys of the source. Keys of a vision tower or an MTP head that is not trained are carried along
+    unchanged.
     """
     family, text, head = family_of(config), text_config(config), recipe.head
     has_mtp = recipe.mtp != "carried"

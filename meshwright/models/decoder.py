@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def stream_width(self) -> int:
-        """Return the elements a token that a layer hands to the next one."""
+        """Return the elements per token that a layer hands to the next one."""
         return self.width * self.streams
 
 
@@ -151,7 +151,7 @@ class Layer(nn.Module):
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
-# What the trunk made of own tokens, before and behind the final norm -> the state of the MTP head, its labels, and
+# The trunk's hidden states of own tokens, before and after the final norm -> the state of the MTP head, its labels, and
 # whether its gradient ends there.
 Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, bool]]
 
@@ -190,7 +190,7 @@ class LanguageHead(nn.Module):
         return (*scores, ops.combine_stats(stats_NT3)[0], ops.is_likeliest(stats_NT3))
 
     def score(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Return what `want` names, from what the final norm returns."""
+        """Return the scores that `want` names, from the output of the final norm."""
         if want.ids_TK is not None:
             return self.score_words(x_TD, labels_T, want, weight_VD)
         if want.score == "top_words":
@@ -289,7 +289,8 @@ class Decoder(nn.Module):
         self, shape: Shape, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str,
         balance: Balance | None = None, norm: Callable[[str], nn.Module] | None = None,
     ) -> None:  # fmt: skip
-        """`norm`: makes what the head sees of the residual, from the key prefix; RMSNorm by default."""
+        """`norm`: makes the module between the residual stream and the head, from the key prefix; RMSNorm by
+        default."""
         super().__init__()
         if head not in HEAD_OF:
             raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEAD_OF)}")
@@ -417,8 +418,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Run the MTP head on own tokens; return its states, their labels, and whether its gradient ends there.
 
-        Tokens and labels are moved along the whole stream, before this rank takes its own: a move behind the cut loses
-        the last of each rank (NeMo-Automodel#3544).
+        Tokens and labels are shifted along the whole stream, before this rank takes its own: shifting after the split
+        would lose the last one of each rank (NeMo-Automodel#3544).
         """
         assert self.mtp is not None, "the last stage has it"
         assert isinstance(self.embed, Embedding), "the last stage has it too"

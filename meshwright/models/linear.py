@@ -1,4 +1,4 @@
-"""Linear layers of models: the place for whatever attaches to a weight, an adapter (LoRA) or a precision (FP8)."""
+"""Linear layers, with what may attach to a weight: an adapter (LoRA), FP8 matmuls, storage in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Quantisable(nn.Module):
         return ops.FrozenWeight(stored, self.grids[name]) if name in self.grids else stored
 
     def fp8(self, name: str) -> ops.Fp8:
-        """Tell whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""
+        """Return whether matmuls with a parameter run in FP8, with its blocks if they were quantised before."""
         return name in self.in_fp8 and (self.blocks.get(name),)
 
 
@@ -85,7 +85,7 @@ class WideLinear(Linear):
 
 
 def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
-    """Multiply x with some rows of several linear layers in one GEMM, because small ones are slow (q, k and v, say).
+    """Multiply x with some rows of several linear layers in one GEMM, because small ones are slow (such as q, k and v).
 
     All have a bias, or none has. Those with FP8 matmuls form a GEMM of their own.
     """
@@ -98,10 +98,10 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
 
 
 def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Add what the adapters make of x, with one GEMM for all of their A.
+    """Add the outputs of the adapters for x, with one GEMM for all of their A.
 
-    The results are views of one tensor, as the base's are: kernels that follow may round contiguous tensors in another
-    way, and where B is 0 the model must be its base to the bit.
+    The results are views of one tensor, as the base's are: later kernels may round contiguous tensors differently, and
+    with B = 0 the model must equal its base bit for bit.
     """
     adapters = [linear.adapter for linear, _ in parts]
     if not any(adapters):

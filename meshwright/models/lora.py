@@ -90,7 +90,7 @@ def _beside(
 ) -> Declared:  # fmt: skip
     """Declare a factor that lives where its base does: the same layer and, by its dims, the same ranks.
 
-    Without weight decay, as PEFT's users expect: the library's default of 0.1 would pull `B @ A`, not W, towards 0.
+    It has no weight decay, as PEFT's users expect: the library's default of 0.1 would pull `B @ A`, not W, towards 0.
     """
     made = weight(rows, cols, key=key, layouts=layouts, init=init, decay=False, adapter=True)
     made.param = replace(made.param, layer=base.layer, first=base.first)

@@ -20,7 +20,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
     """Give every matrix that is targeted its adapter. The model's table must not have been made yet.
 
     Refuse a target that matches nothing, and one that matches only some of the matrices that one parameter joins: a
-    layer without its adapter would train to other numbers without a word.
+    layer that lacks its adapter would train differently, without an error.
     """
     unused, available = set(lora.targets), set[str]()
     for module, attribute, names in _candidates(model):
@@ -54,7 +54,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[str]]]:
 
 
 def _matches(target: str, name: str) -> bool:
-    """Tell whether a target means a module: by its last parts, as in PEFT, or by a pattern of its whole name.
+    """Return whether a target means a module: by its last parts, as in PEFT, or by a pattern of its whole name.
 
     The experts of a layer are one stack: fused names (`experts.gate_up_proj`) mean both of its halves.
     """

@@ -1,10 +1,10 @@
 """Multi-token prediction (MTP, arXiv 2404.19737 and 2412.19437): a head that predicts the token after next.
 
-One more decoder layer sees what the trunk made of token t and the embedding of token t + 1, and scores token t + 2 with
-the model's own vocabulary matrix. Engines serve it as the draft model of speculative decoding.
+One more decoder layer gets the trunk's hidden state of token t and the embedding of token t + 1, and scores token t + 2
+with the model's own vocabulary matrix. Inference engines use it as the draft model of speculative decoding.
 
-Qwen's head reads the trunk behind the final norm; DeepSeek's and GLM's read before it. Both run, and only the
-acceptance of drafts tells them apart (llama.cpp#24025, LightLLM#1402). Qwen4-Exp's head reads the residual streams
+Qwen's head reads the trunk after the final norm; DeepSeek's and GLM's read before it. The wrong choice raises no error
+and only lowers the acceptance of drafts (llama.cpp#24025, LightLLM#1402). Qwen4-Exp's head reads the residual streams
 before the final mixer.
 
 Everything works on this rank's own tokens, so nothing but the layer itself has doors.
@@ -27,7 +27,7 @@ from .hf_config import Json, take
 from .linear import WideLinear
 
 PREFIX = "mtp."  # of the keys, at the top level in all families
-# The layer of MTP is of full attention and has experts if any layer has, whatever the layers of the trunk are.
+# The MTP layer has full attention, and experts if any layer has them, whatever the layers of the trunk are.
 _ONE_LAYER = {
     "num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1,
     "ple_layer_ids": [],
@@ -61,14 +61,15 @@ class MtpHead(nn.Module):
         self.fc = fc.of_matrices(input=(1, 1))
 
     def join(self, hidden_TC: Tensor, next_TD: Tensor) -> Tensor:
-        """Return what the layer sees."""
+        """Return the input of the layer."""
         assert isinstance(self.hidden_norm, Norm)
         return self.fc(torch.cat([self.embed_norm(next_TD), self.hidden_norm(hidden_TC)], -1))
 
     def forward(self, hidden_TC: Tensor, next_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         """Return the state that the vocabulary scores. `next_TD`: the embedding of each token's successor.
 
-        RoPE sees the position of t, as in vLLM; transformers gives it that of t + 1. Only differences count.
+        RoPE sees the position of t, as in vLLM; transformers gives it that of t + 1. Attention depends on differences
+        of positions only.
         """
         return self.norm(self.layer(self.join(hidden_TC, next_TD), rope, docs))
 
@@ -99,8 +100,8 @@ def give_mtp(
 ) -> None:
     """Attach the MTP head that a config describes. `new`: the source has none, so it is drawn.
 
-    `weight`: the coefficient of its loss, and so of the aux loss of its router. That router has a balance of its own:
-    in the trunk's, it would change the trunk's gradients (by up to a fifth in a tiny model).
+    `weight`: the coefficient of its loss, and so of the aux loss of its router. That router has a `Balance` of its own:
+    sharing the trunk's would change the trunk's gradients (by up to a fifth in a tiny model).
     """
     assert isinstance(model.head, LanguageHead), "other heads were refused"
     one_layer = build({**config, **_ONE_LAYER}, PREFIX, "none")
@@ -109,7 +110,7 @@ def give_mtp(
     model.head.mtp = kind(model.shape, one_layer, detached=mode == "head")
     for parameter in model.head.mtp.parameters():
         assert isinstance(parameter, Declared)
-        # Files may spell its experts otherwise than the trunk's (AReaL#1403): the layout is chosen apart.
+        # Files may lay out its experts differently from the trunk's (AReaL#1403), so their layout is chosen separately.
         group = f"{PREFIX}{parameter.param.group}" if parameter.param.group else ""
         parameter.param = replace(parameter.param, group=group, optional=new, layer=None)  # so it is on the last stage
 

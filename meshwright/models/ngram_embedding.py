@@ -37,7 +37,7 @@ def hash_of(config: Json, vocab: int, number: int) -> ops.NgramHash:
 
 
 class KeyLinear(Linear):
-    """Keys of n-grams. Rounding decides the gradients of what the gate's root sees: it is as steep as 500 near 0."""
+    """Keys of n-grams. Rounding dominates their gradients, which pass the gate's root: its slope reaches 500 near 0."""
 
     steep = True
 

@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
     Under tp each rank has the q, k, v and o of its own heads: enter (all-gather of tokens), attend, leave
     (reduce-scatter). Under cp `swap` exchanges tokens for heads (Ulysses), and `all_k`, `all_v` gather keys and values
-    of what remains. On one process all of these are the identity.
+    over the remaining cp ranks. On one process all of these are the identity.
     """
 
     mixer = ATTENTION
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         return q_THK, self.shared(self.all_k(k_TGK)), self.shared(self.all_v(v_TGK)), gate
 
     def output(self, o_THK: Tensor, gate: list[Tensor]) -> Tensor:
-        """Return what the layer adds, from what the heads of this rank have attended to."""
+        """Return the output of the mixer, from the attention outputs of this rank's heads."""
         o_THK = self.swap.back(o_THK)
         if gate:
             o_THK = o_THK * gate[0].sigmoid()
@@ -147,7 +147,8 @@ class Attention(nn.Module):
         return self.heads.start // serves, (self.heads.stop - 1) // serves + 1
 
     def shared(self, x_TGK: Tensor) -> Tensor:
-        """Repeat kv heads so that each serves equally many of the query heads at work. Nearly always they already do.
+        """Repeat kv heads so that each serves the same number of query heads on this rank. Nearly always they already
+        do.
 
         An uneven case: 3 query heads of a rank, where the first two share a kv head and the third has another.
         """

@@ -166,7 +166,7 @@ class DeltaNet(nn.Module):
     def declare_projections(self, shape: Shape, at: str) -> None:
         """Declare the matrices that make q, k, v, the norm's gate z, and the gates a and b of the state.
 
-        The convolution is declared among them: in the order of the declarations the gradient norm is summed.
+        The convolution is declared among them, because the gradient norm is summed in the order of declarations.
         """
         D, G, R, V = shape.width, self.delta.keys, self.delta.ratio, self.delta.value
         chan = sum(self.cuts)

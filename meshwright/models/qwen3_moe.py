@@ -108,7 +108,7 @@ class MoE(nn.Module):
         return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.shared_output, x_TD))
 
     def shared_output(self, x_TD: Tensor) -> Tensor | None:
-        """Return what a token gets besides its experts. It is computed while rows are in flight to them."""
+        """Return the output that a token gets in addition to its experts'. It is computed while rows are in flight."""
         return None
 
 
@@ -119,7 +119,7 @@ class Experts(Quantisable):
         super().__init__()
         E, D, F_ = routing.experts, shape.width, routing.ffn
         init = Init("normal", shape.std)
-        # Files have one key a matrix (per expert), or one for all experts (transformers 5). Both layouts are declared;
+        # Files have one key per matrix and expert, or one for all experts (transformers 5). Both layouts are declared;
         # the headers of the source choose.
         pairs = [per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))]
         downs = [per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))]
@@ -161,7 +161,7 @@ class Experts(Quantisable):
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:
-    """Return the layout with one key a matrix, such as `experts.3.up_proj.weight`."""
+    """Return the layout with one key per matrix, such as `experts.3.up_proj.weight`."""
     shape, whole, blocks = (rows, cols), Box.whole((rows, cols)), []
     for (e, i), ours in _boxes(experts, len(names), shape).items():
         blocks.append(Block(ours, f"{at}{e}.{names[i]}.weight", shape, whole))

@@ -100,7 +100,7 @@ class StreamMixer(nn.Module):
 
 
 class LastMixer(StreamMixer):
-    """Reads what the head sees; nothing is added to the streams any more."""
+    """Reads the head's input; nothing is added to the streams any more."""
 
     def __init__(self, shape: Shape, rank: int, at: str) -> None:
         super().__init__(shape, rank, at, last=True)

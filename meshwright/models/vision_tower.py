@@ -89,7 +89,8 @@ class VisionInput:
 
 
 def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
-    """Read the shape of the tower from the whole config of a vision model. `width`, `layers`: of the text model."""
+    """Read the shape of the tower from the whole config of a vision model. `width`, `layers`: those of the text
+    model."""
     vision = group(config, "vision_config")
     refuse(vision, _FIXED)
     num_heads = take(vision, "num_heads", int, take(vision, "num_attention_heads", int, 16))
@@ -235,7 +236,7 @@ class Tower(nn.Module):
         self.merger = Merger(shape, width, at + "merger.")
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
-        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all a micro-batch.
+        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all per micro-batch.
         self.insert = ScatterVision(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
@@ -248,7 +249,7 @@ class Tower(nn.Module):
         return [*units, self.merger]
 
     def is_place(self, tokens_T: Tensor) -> Tensor:
-        """Tell which tokens stand for a part of an image."""
+        """Return which tokens stand for a part of an image."""
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
     def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:

@@ -1,9 +1,10 @@
-"""Training objectives other than next-token prediction: each is a frozen value with its options and its loss.
+"""Training objectives other than next-token prediction: DPO, ORPO, SimPO, reward models, distillation, embeddings.
 
 >>> engine = mw.Engine(model, lr=5e-7, loss=mw.objectives.Dpo(beta=0.1).loss)      # doctest: +SKIP
 
-An objective also says which head it trains and what its rows are, which `meshwright train` reads. Their terms belong to
-pairs, documents or a whole step, so no number depends on the mesh, on packing or on micro-batches.
+An objective is a frozen dataclass with its options and its loss. It also declares which head it trains and what a row
+of data is; `meshwright train` reads both. A term belongs to a token, a pair, a document or a whole step, so no result
+depends on the mesh, on packing or on micro-batches.
 """
 
 from .classify import Classify
@@ -15,7 +16,7 @@ from .pairs import REFERENCE, Dpo, Orpo, Reward, Simpo
 from .rerank import Rerank
 from .teacher_scores import TeacherScores, TeacherScoresWriter, weights_fingerprint
 
-# By the name that a run file gives. Without one of them a run predicts the next token.
+# Keys are the names in a run file. A run without an objective trains next-token prediction.
 OBJECTIVES: dict[str, type[Objective]] = {
     "dpo": Dpo, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "classify": Classify, "distill": Distill,
     "embedding": Embedding, "rerank": Rerank,

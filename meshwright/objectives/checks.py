@@ -1,4 +1,4 @@
-"""Checks of an objective's options."""
+"""Validate the numeric options of objectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import ConfigError
 
 
 def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf, above: bool = False) -> None:
-    """Refuse an option outside of `least <= value < below`. `above`: it must be larger than `least`."""
+    """Refuse an option outside of `least <= value < below`. `above`: `value` must exceed `least`."""
     given: object = value
     if (
         isinstance(given, bool)

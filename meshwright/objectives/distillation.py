@@ -1,7 +1,8 @@
-"""Distillation: a student learns the distribution of a teacher over the teacher's K likeliest words of each token.
+"""Knowledge distillation: train a student on a teacher's top-K next-token probabilities.
 
 The teacher is a second model on the same mesh (`Distill.ask`), or its scores come from files (`TeacherScores`). Terms
-are per token, so packing, micro-batches and the mesh change nothing.
+are per token, so packing, micro-batches and the mesh change nothing. A "word" is an entry of the vocabulary, a "token"
+a position of a document.
 """
 
 import math
@@ -20,7 +21,7 @@ from .checks import check_number
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"  # the fields `[T, K]` of a batch
 KINDS, REST = ("forward", "reverse"), ("bucket", "renormalise")
-# Vocabularies of one tokenizer differ by rows of padding, as those of Qwen2.5 0.5B and 7B do: by 128.
+# Models with one tokenizer may pad their vocabularies differently: Qwen2.5 0.5B and 7B differ by 128 rows.
 _PADDING_ROWS = 1 << 10
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -29,23 +30,24 @@ Result = tuple[Tensor, dict[str, Tensor]]
 class Distill:
     """Distillation (arXiv 1503.02531): `alpha * temperature**2 * KL + (1 - alpha) * cross-entropy`, a mean over tokens.
 
-    The KL divergence is that of student and teacher at the temperature, the cross-entropy that of the labels at 1. The
-    gradient of the KL shrinks with the square of the temperature, which the factor makes up for.
+    The KL divergence compares student and teacher at the temperature; the cross-entropy of the labels is at temperature
+    1. The gradient of the KL divergence shrinks with the square of the temperature, and the factor makes up for that.
     """
 
     head: ClassVar[str] = "lm"
     rows: ClassVar[str] = "documents"
 
-    temperature: float = option(1.0, "What the logits of teacher and student are divided by for the KL divergence.")
+    temperature: float = option(1.0, "Divides the logits of teacher and student for the KL divergence.")
     kind: str = option(
-        "forward", 'The direction of the KL divergence: "forward" weighs words by the teacher and covers all that it '
-        'does, "reverse" weighs them by the student, which keeps to what the teacher finds likely.', choices=KINDS,
+        "forward", 'The direction of the KL divergence: "forward" weighs words by the teacher, so the student covers '
+        'all that are likely there; "reverse" weighs them by the student, which may keep to a part of them.',
+        choices=KINDS,
     )  # fmt: skip
     alpha: float = option(0.5, "The share of the KL divergence in the loss; cross-entropy has the rest.")
-    top_k: int = option(64, "How many of the teacher's likeliest words count, K.")
+    top_k: int = option(64, "K, the number of the teacher's likeliest words that count.")
     rest: str = option(
-        "bucket", 'What becomes of all other words: "bucket" compares their whole probability as one more word, '
-        '"renormalise" leaves them out and compares the shares of the K words among themselves.', choices=REST,
+        "bucket", 'The treatment of all other words: "bucket" compares their whole probability as one more word, '
+        '"renormalise" leaves them out and rescales the probabilities of the K words to sum to 1.', choices=REST,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class Distill:
 
     @property
     def loss(self) -> Loss:
-        """Return the loss for an engine, whose own temperature stays 1."""
+        """Return the loss for an engine. Leave the temperature of the engine itself at 1."""
         metrics = ("kl", "cross_entropy", "agreement")
         in_bucket = self.rest == "bucket"
         return Loss(self, metrics=metrics, words=IDS, word_temperature=self.temperature, rest=in_bucket)
@@ -87,7 +89,7 @@ class Distill:
         ]  # fmt: skip
 
     def check_rest(self, vocab: int) -> None:
-        """Refuse a K that leaves the student no other word."""
+        """Refuse a K that covers the student's whole vocabulary and leaves no other word."""
         if self.rest == "bucket" and self.top_k >= vocab:
             raise ConfigError(
                 f"distill.top_k={self.top_k} leaves no other words of the student's {vocab:,}; take fewer, or "
@@ -119,7 +121,7 @@ def divergence(
     """Return the KL divergence of two distributions over K words of each token, from their log-probabilities. -> `[T]`
 
     `is_word_TK`: which of the K are words. `student_rest_T`: the student's log-probability of all other words, which
-    count as one more word; with None the shares of the K words are compared. `kind`: as in `Distill`.
+    count as one more word; with None the K words are renormalised. `kind`: as in `Distill`.
     """
     teacher, student = (each.masked_fill(~is_word_TK, 0.0) for each in (teacher_TK, student_TK))
     if student_rest_T is None:
@@ -139,8 +141,8 @@ def _log_total(logprobs_TK: Tensor, is_word_TK: Tensor) -> Tensor:
 def _log_rest(log_total: Tensor) -> Tensor:
     """Return log(1 - exp(log_total)), the teacher's log-probability of all other words, which has no gradient.
 
-    `expm1` keeps digits where the total is near 1, `log1p` where it is small. A total that rounds to 1 or above, as of
-    stored float16, has the rest that the dtype can still resolve.
+    `expm1` keeps digits where the total is near 1, `log1p` where it is small. A total that rounds to 1 or above, as
+    float16 files may give, is clamped to leave the smallest rest that the dtype resolves.
     """
     log_total = log_total.clamp(max=-torch.finfo(log_total.dtype).eps)
     near_1, small = (-torch.expm1(log_total)).log(), torch.log1p(-log_total.exp())
@@ -148,10 +150,10 @@ def _log_rest(log_total: Tensor) -> Tensor:
 
 
 def check_vocabularies(teacher: Model, student: Model) -> None:
-    """Refuse a teacher of another vocabulary. Sizes may differ by rows of padding."""
+    """Refuse a teacher with another vocabulary. Sizes may differ by rows of padding."""
     sizes = teacher.blueprint.vocab, student.blueprint.vocab
     if abs(sizes[0] - sizes[1]) > _PADDING_ROWS:
         raise ConfigError(
-            f"the teacher has {sizes[0]:,} words and the student {sizes[1]:,}: not those of one tokenizer; take a "
-            "teacher with the tokenizer of the student"
+            f"the teacher has {sizes[0]:,} words and the student {sizes[1]:,}, so their tokenizers "
+            "differ; take a teacher with the tokenizer of the student"
         )

@@ -42,7 +42,7 @@ def last_token_labels(documents: Sequence[Sequence[int]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Trains embeddings: each query is to be nearest to its own positive, among all documents of the step.
+    """Trains embeddings: each query should be nearest to its own positive, among all documents of the step.
 
     The model has `head="none"`. Only the last token of each document has a label.
     """
@@ -50,7 +50,7 @@ class Embedding:
     head: ClassVar[str] = "none"
     rows: ClassVar[str] = "retrieval"
 
-    temperature: float = option(0.05, "What divides the cosines; sentence-transformers' scale is its inverse.")
+    temperature: float = option(0.05, "Divides the cosines; the `scale` of sentence-transformers is its inverse.")
     dims: Sequence[int] = option(
         (), "Matryoshka (arXiv 2205.13147): the loss is the mean over these prefixes of the embedding, such as "
         "[1024, 512, 256]. Empty: the whole embedding.",
@@ -112,11 +112,11 @@ class Embedding:
         return terms_G, metrics
 
     def _contrast(self, anchors: "_Side", others: "_Side", own_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compare anchors with others, one of which is their own. Return cross-entropies, the cosines of their own, and
-        the greatest cosines of the rest.
+        """Compare each anchor with `others`; `own_G` says which one is its own. Return the cross-entropies, the cosines
+        with their own, and the greatest cosines with any other.
 
-        Backward recomputes the cosines of each part of the anchors: all of them together are a matrix as large as the
-        square of the step.
+        Backward recomputes the cosines of one part of the anchors at a time: a matrix of all cosines would grow with
+        the square of the step.
         """
         parts = zip(*(each.split(_ANCHORS) for each in (*anchors, own_G)), strict=True)
         part_of = partial(checkpoint, self._contrast_part, use_reentrant=False, preserve_rng_state=False)
@@ -130,7 +130,7 @@ class Embedding:
         cosine_GC, own_G1 = anchors.unit_ND @ others.unit_ND.t(), own_G[:, None]
         positive_G1 = cosine_GC.gather(1, own_G1)
         is_false_GC = (cosine_GC > positive_G1 + self.false_negative_margin).detach()
-        # Another group of the same row has the same query: what answers it there is no negative.
+        # Groups of the same row share a query, so the positive of one is not a negative of another.
         is_same_GC = (anchors.row_N[:, None] == others.row_N) & (anchors.group_N[:, None] != others.group_N)
         logits_GC = (cosine_GC / self.temperature).masked_fill(is_false_GC | is_same_GC, -torch.inf)
         terms_G = cross_entropy(logits_GC, own_G, reduction="none")
@@ -139,7 +139,7 @@ class Embedding:
 
 
 class _Side(NamedTuple):
-    """Embeddings that are compared with others, the groups that they belong to, and the rows that the groups are of."""
+    """Embeddings to compare, with the group and the row of each."""
 
     unit_ND: Tensor
     group_N: Tensor
@@ -154,7 +154,7 @@ class _Documents(NamedTuple):
     row_N: Tensor
 
     def of(self, unit_ND: Tensor) -> _Side:
-        """Return their embeddings."""
+        """Return the embeddings of these documents."""
         return _Side(unit_ND[self.number_N], self.group_N, self.row_N)
 
 
@@ -167,11 +167,11 @@ class _Roles(NamedTuple):
 
 
 def _roles(docs: LossDocuments, row_N: Tensor | None) -> _Roles:
-    """Return which document is what. Sizes and groups are on the host, so it waits for no device."""
+    """Assign a role to each document. Sizes and groups are on the host, so no device is waited for."""
     if wrong := [number for number, size in enumerate(docs.sizes) if size != 1]:
         raise DataError(
             f"document {wrong[0]} of the step has {docs.sizes[wrong[0]]} tokens with a label, like {len(wrong)} of "
-            f"{docs.num}; an embedding is of the last token alone: labels=mw.objectives.last_token_labels(documents)"
+            f"{docs.num}; only the last token of each may have one: labels=mw.objectives.last_token_labels(documents)"
         )
     members: list[list[int]] = [[] for _ in range(docs.num_groups)]
     for number, group in enumerate(docs.group_numbers):

@@ -1,4 +1,4 @@
-"""The small files by which sentence-transformers loads a directory as an embedding model."""
+"""Write the small files with which sentence-transformers loads a directory as an embedding model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_embedding_files(model: Model, *, query_prompt: str = "", document_prompt
     """Let exports and checkpoints of a model with `head="none"` hold what sentence-transformers needs: modules.json,
     last-token pooling, normalisation, and the prompts. All ranks call it, without a collective.
 
-    A model whose directory has a modules.json, such as Qwen3-Embedding, keeps its own files; prompts that are given
-    replace its own, and a warning names those that it was not trained with.
+    A model whose directory has a modules.json, such as Qwen3-Embedding, keeps its own files; given prompts replace its
+    own, and a warning names each prompt of the model that this training does not use.
     """
     if "hidden" not in model.blueprint.scores:
         raise ConfigError('an embedding model has no head on its hidden states; load it with head="none"')
@@ -39,7 +39,7 @@ def add_embedding_files(model: Model, *, query_prompt: str = "", document_prompt
 
 
 def _with_prompts(content: bytes | None, prompts: Mapping[str, str]) -> dict[str, bytes]:
-    """Return a model's own settings with the prompts that are given; nothing without any."""
+    """Return a model's own settings with the given prompts; nothing if no prompt is given."""
     settings = json.loads(content) if content else {}
     own = settings.get("prompts") or {}
     for name in (name for name in prompts if own.get(name) and not prompts[name]):
@@ -53,7 +53,7 @@ def _with_prompts(content: bytes | None, prompts: Mapping[str, str]) -> dict[str
 
 
 def _files(width: int, prompts: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files by name. Versions 2 to 6 of sentence-transformers read this form of them."""
+    """Return the files by name, in a form that versions 2 to 6 of sentence-transformers read."""
     modules = ("Transformer", ""), ("Pooling", _POOLING), ("Normalize", _NORMALISE)
     listed = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}

@@ -1,4 +1,4 @@
-"""What every objective has: the head that it trains, what its rows are, and its loss."""
+"""The protocol of a training objective: the head that it trains, what its rows are, and its loss."""
 
 from typing import ClassVar, Protocol
 
@@ -8,10 +8,10 @@ from ..engine import Loss
 class Objective(Protocol):
     """A training objective: a frozen dataclass of options.
 
-    `head`: of the model. `rows`: what a row of the data becomes: "pairs" of documents, the chosen answer first;
+    `head`: the model's head. `rows`: what a row of data becomes: "pairs" of documents, the chosen answer first;
     "scored_pairs", with a label at the last token of each alone; "labelled", a document with its class; "retrieval", a
-    query with its positive and negatives; "reranked", a prompt for each of these; or "documents", as without an
-    objective.
+    query with its positive and negatives; "reranked", a prompt for each of these; or "documents", as in a run without
+    an objective.
     """
 
     head: ClassVar[str]

@@ -35,8 +35,8 @@ def halves(docs: LossDocuments, values_D: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Dpo:
-    """Direct preference optimisation (arXiv 2305.18290) against a reference model, whose log-probabilities of whole
-    documents are the field `reference`."""
+    """Direct preference optimisation (arXiv 2305.18290). The field `reference` holds the log-probability that the
+    reference model gives each whole document."""
 
     head: ClassVar[str] = "lm"
     rows: ClassVar[str] = "pairs"
@@ -69,7 +69,7 @@ class Dpo:
         if REFERENCE not in fields:
             raise DataError(
                 f"the batch has no field {REFERENCE!r}: DPO needs the log-probability of each document under the "
-                "reference model, such as docs/preferences.md makes it"
+                "reference model; docs/preferences.md shows how to make it"
             )
         sums_D, length_D = docs.sum(scores["logprobs"]), docs.num_targets_D
         ratio_D = sums_D - docs.mean(fields[REFERENCE])
@@ -146,7 +146,7 @@ class Simpo:
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward model (Bradley-Terry): the value at the last token of the chosen answer is to be the larger one."""
+    """A reward model (Bradley-Terry): the value at the last token should be larger for the chosen answer."""
 
     head: ClassVar[str] = "value"
     rows: ClassVar[str] = "scored_pairs"

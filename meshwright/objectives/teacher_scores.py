@@ -1,9 +1,9 @@
-"""Files with a teacher's likeliest words: scored once, read in every epoch and every run, without the teacher.
+"""Files of teacher scores for distillation: computed once, then read in every epoch and run without the teacher.
 
-A directory holds `teacher.json`, which says whose scores these are, and files of safetensors. A document has two
-tensors, named by the checksum of its tokens: `KEY.ids`, int32 `[tokens, K]`, the likeliest word first, and
-`KEY.logprobs`, float32 or float16 `[tokens, K]`, at the temperature of `teacher.json`. Row t is what the teacher
-predicts at token t. docs/distillation.md has the format for other programs.
+A directory holds `teacher.json`, which identifies the teacher, and safetensors files. A document has two tensors, named
+by the checksum of its tokens: `KEY.ids`, int32 `[tokens, K]`, the likeliest word first, and `KEY.logprobs`, float32 or
+float16 `[tokens, K]`, at the temperature of `teacher.json`. Row t is what the teacher predicts at token t.
+docs/distillation.md has the format for other programs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FILE_BYTES = part_size(__name__, "_FILE_BYTES", 256 << 20, small=1500)  # after
 
 
 def document_key(tokens: Tensor) -> str:
-    """Return the key of a document: xxh3, 128 bits, in hex, of its tokens as little-endian int32."""
+    """Return the key of a document: the 128-bit xxh3 of its tokens as little-endian int32, in hex."""
     return xxhash.xxh3_128_hexdigest(tokens.cpu().to(torch.int32).contiguous().numpy().astype("<i4").tobytes())
 
 
 def weights_fingerprint(directory: Path | str, mesh: Mesh | None = None) -> str:
     """Return a checksum of the weights of a Hugging Face directory: of config.json and of all weight files.
 
-    With a mesh its ranks share the reading, and all of them call it.
+    With a mesh, all ranks call it and share the reading.
     """
     path = Path(directory)
     files = ["config.json", *sorted(open_source(path).files)]
@@ -77,8 +77,8 @@ class TeacherScoresWriter:
     >>> with TeacherScoresWriter(directory, objective, model, teacher=weights_fingerprint(path)) as writer:
     ...     writer.score(batches)                                   # doctest: +SKIP
 
-    It goes on in a directory that has scores of the same teacher, temperature and K, and skips documents that it has:
-    the teacher does not run for batches without others.
+    It continues in a directory with scores of the same teacher, temperature and K, and skips documents that are there.
+    If all documents of a call are there, the teacher does not run.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TeacherScoresWriter:
         self._known = self.mesh.together(self._begin, "the start of teacher scores", DataError, "nothing was scored: ")
 
     def _begin(self) -> set[str]:
-        """Write what the directory is about, on rank 0. Return the documents that it already has."""
+        """Write `teacher.json` on rank 0. Return the keys of the documents that already have scores."""
         file = self.directory / ABOUT
         if file.is_file():
             _check_same(file, read_json(file), self._about)
@@ -110,7 +110,7 @@ class TeacherScoresWriter:
         return not any(self.mesh.coords[axis] for axis in ("cp", "tp", "pp"))
 
     def score(self, batches: Sequence[Batch]) -> None:
-        """Ask the teacher about documents that lack, and keep what it says of each."""
+        """Score the documents that have no scores yet, and keep the results for the files."""
         at, what = "keeping teacher scores", "scores were not written: "
         own = self.mesh.together(lambda: self._lacking(batches), at, DataError, what)
         lacking = {key for keys in self.mesh.gather_objects(own, ("replicate", "fsdp")) for key in keys}
@@ -145,11 +145,11 @@ class TeacherScoresWriter:
                     self._flush()
 
     def _flush(self) -> None:
-        """Write a file. It appears under its name when it is whole."""
+        """Write a file, which gets its name only when it is complete."""
         if not self._tensors:
             return
         prefix = f"scores-{self.mesh.data_rank:05d}-"
-        self.directory.mkdir(parents=True, exist_ok=True)  # of this host
+        self.directory.mkdir(parents=True, exist_ok=True)  # rank 0 has made it on its own host only
         numbers = [int(each.stem.removeprefix(prefix)) for each in self.directory.glob(f"{prefix}*.safetensors")]
         number = max(numbers, default=-1) + 1
         file = self.directory / f"{prefix}{number:05d}.safetensors"
@@ -166,14 +166,15 @@ class TeacherScoresWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an error other ranks may not come
+        if kind is None:  # after an error, other ranks may never call it
             self.close()
 
 
 class TeacherScores:
     """Reads the scores of a teacher from a directory, for the batches of a run.
 
-    `teacher`: refuse scores of other weights; by default any. An objective may take fewer words than were stored.
+    `teacher`: the fingerprint of the weights that the scores must come from; by default any. An objective may use fewer
+    words than were stored.
     """
 
     def __init__(self, directory: Path | str, objective: Distill, *, teacher: str = "") -> None:
@@ -216,7 +217,7 @@ class TeacherScores:
         return ids[:, :k], logprobs[:, :k].float()
 
     def add_to(self, batch: Batch, vocab: int) -> Batch:
-        """Return a batch with the fields that `Distill.loss` reads. `vocab`: of the student; other words become -1."""
+        """Return a batch with the fields of `Distill.loss`. `vocab`: the student's size; larger ids become -1."""
         _refuse_pictures(batch)
         self.objective.check_rest(vocab)
         if not batch.num_documents:
@@ -238,7 +239,7 @@ def _index(directory: Path) -> dict[str, str]:
 
 
 def _check_same(file: Path, about: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    """Refuse scores that were made in another way."""
+    """Refuse scores of another teacher, temperature or format."""
     for name, value in wanted.items():
         if about.get(name) != value:
             raise ConfigError(
@@ -248,14 +249,14 @@ def _check_same(file: Path, about: Mapping[str, object], wanted: Mapping[str, ob
 
 
 def _refuse_pictures(batch: Batch) -> None:
-    """Refuse a batch with pictures: the key of a document holds its tokens alone."""
+    """Refuse a batch with pictures: the key of a document depends on its tokens alone."""
     if batch.frames:
         raise DataError("scores of a teacher are stored by tokens, which do not hold pictures; ask the teacher in each "
                         "step instead (Distill.ask)")  # fmt: skip
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that appears when it is whole."""
+    """Write a file, which gets its name only when it is complete."""
     temporary = file.with_suffix(".part")
     temporary.write_bytes(content)
     os.replace(temporary, file)

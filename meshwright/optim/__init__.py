@@ -1,4 +1,4 @@
-"""Optimizers: the protocol, AdamW, the state of one on a rank, and that state in 8 bits."""
+"""Optimizers: the base class, AdamW, Muon, 8-bit optimizer state, and updates of a rank's shards."""
 
 from .adamw import AdamW
 from .base import Clip, Optimizer, Slices, within

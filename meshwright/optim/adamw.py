@@ -19,7 +19,8 @@ from .base import Clip, Optimizer, Slices, within
 from .int8_state import CODES, Code
 
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
-# How far ops/kernels/adamw.py may be off, of the norm, for state in this dtype, which both sides round once.
+# The error of ops/kernels/adamw.py that is allowed, relative to the norm, by the dtype of state, which both sides
+# round.
 _OFF = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
 
@@ -28,8 +29,8 @@ MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while t
 class AdamW(Optimizer):
     """AdamW, as `optimizer=` of `mw.Engine`. Norms and biases do not decay.
 
-    `state_dtype`: of both moments, as stored. torch.bfloat16 takes 4 bytes a parameter instead of 8, torch.uint8
-    about 2.
+    `state_dtype`: the storage dtype of both moments. torch.bfloat16 takes 4 bytes per parameter instead of 8,
+    torch.uint8 about 2.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -69,7 +70,7 @@ class AdamW(Optimizer):
         )  # fmt: skip
 
     def fuses(self, param: Tensor, grad: Tensor) -> bool:
-        """Tell whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
+        """Return whether ops/kernels/adamw.py updates float32 pieces like these: on an accelerator where it agrees with
         `plain_update`."""
         state, kind = self.wide_dtype(param.dtype), type(self)
         if (kind.update, kind.plain_update) != (AdamW.update, AdamW.plain_update):
@@ -87,7 +88,7 @@ class AdamW(Optimizer):
         for name, *tensors in zip(slices.names, slices.params, slices.grads, means, squares, strict=True):
             weight, grad, mean, square = tensors
             adamw.update(adamw.Slice(weight, dense(grad), mean, square), clip.norm_of(name), numbers)
-        # What was made of a weight, such as its FP8 codes, is made anew when the weight's version has changed.
+        # Values derived from a weight, such as its FP8 codes, are computed again when the weight's version has changed.
         torch.autograd.graph.increment_version([*slices.params, *means, *squares])
 
     def plain_update(
@@ -101,9 +102,10 @@ class AdamW(Optimizer):
 
 
 def _compare(device: torch.device, grads: torch.dtype, state: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Return weights and moments of two steps by the kernel and by the formula, of sizes that Triton tells apart.
+    """Return weights and moments after four steps by the kernel and by the formula, for two sizes that Triton
+    specialises.
 
-    The first step is clipped; others, whose norm is not finite, must leave all as it is.
+    The first step is clipped. The last two have a norm that is not finite, and must change nothing.
     """
     options = AdamW(state_dtype=state)
     results: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -1,12 +1,12 @@
-"""The protocol of an optimizer. A new optimizer is one subclass of `Optimizer`, in one file.
+"""The base class of optimizers. A new optimizer is one subclass of `Optimizer`, in one file.
 
-The engine, checkpoints, state dicts, `convert`, plans, the memory bill and oracle O1 read these members and name no
-optimizer: which state a parameter has, in which dtype, what an update does, and what it should have done.
+Its members say which state a parameter has, in which dtype, what an update does, and what it should have done. The
+engine, checkpoints, state dicts, `convert`, plans, the memory bill and oracle O1 read them and name no optimizer.
 
 A rank stores rows of each matrix (decision 0002), and `update` gets just these, as flat slices. Elementwise optimizers
-need no more. One that looks at a whole matrix, such as Muon (arXiv 2502.16982), says `needs_whole_matrix`: for matrices
-`update` then brings its state up to date, and three more functions say what follows, on the one rank that gets a matrix
-whole (`matrix_input`, `matrix_direction`, `matrix_step`).
+need no more. One that needs whole matrices, such as Muon (arXiv 2502.16982), sets `needs_whole_matrix`. For matrices,
+its `update` then updates the state alone. Ranks that store parts of a matrix run `matrix_input` before and
+`matrix_step` after the one rank that gets the whole matrix runs `matrix_direction`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Slices:
     """Slices of local pieces that one call updates in place. The lists belong together by index.
 
     All tensors of one call have one dtype and one device. `state` has a list for each of `Optimizer.state_names_of`.
-    Large pieces are cut, so slices are flat. `whole`: they are of matrices that `matrix_step` will update, so only
-    their state is updated now.
+    Large pieces are cut, so slices are flat. `whole`: the slices belong to matrices that `matrix_step` will update, so
+    only their state is updated now.
     """
 
     names: list[str]
@@ -52,11 +52,11 @@ class Slices:
 
 @dataclass(frozen=True)
 class Clip:
-    """The clipping that a fused update does while it reads gradients, which stay as they are.
+    """The clipping that a fused update does while it reads gradients; it does not write them.
 
-    `norm`: of the gradients, on their device; where it is not finite, the update must write nothing. `max_norm`:
-    infinite for no clipping. `finite` waits for the device, and raises where nothing was written. `apart`: another norm
-    for some parameters, by name.
+    `norm`: the gradient norm, on its device; if it is not finite, the update must write nothing. `max_norm`: infinite
+    for no clipping. `finite` waits for the device, and raises if nothing was written. `apart`: another norm for some
+    parameters, by name.
     """
 
     norm: Tensor
@@ -70,7 +70,7 @@ class Clip:
 
     @property
     def factor(self) -> Tensor:
-        """Return what gradients are multiplied with, on their device: 1 where the norm is small enough."""
+        """Return the factor for gradients, on their device: 1 where the norm is small enough."""
         return (self.max_norm / self.norm).clamp(max=1.0)
 
 
@@ -78,13 +78,13 @@ class Clip:
 class Optimizer(ABC):
     """Options of an optimizer, its state and its update.
 
-    `state_dtype`: of all state tensors, as stored. None: that of the parameters. torch.bfloat16 widens a slice at a
-    time for the update; torch.uint8 quantises matrices, where `codes` says how.
+    `state_dtype`: the storage dtype of all state tensors; None: that of the parameters. With torch.bfloat16 a slice at
+    a time is widened for the update; with torch.uint8 matrices are quantised as `codes` says.
     """
 
-    state_names: ClassVar[tuple[str, ...]]  # of the tensors of each parameter: the folders of a checkpoint
-    codes: ClassVar[tuple[Code, ...]] = ()  # of each state tensor, how it is quantised to 8 bits; none: it cannot be
-    needs_whole_matrix: ClassVar[bool] = False  # matrices then travel to one rank each, which `charges` bills
+    state_names: ClassVar[tuple[str, ...]]  # of each parameter's state tensors; folders of a checkpoint
+    codes: ClassVar[tuple[Code, ...]] = ()  # how each state tensor is quantised to 8 bits; empty: it cannot be
+    needs_whole_matrix: ClassVar[bool] = False  # each matrix is sent to one rank, which `charges` bills
 
     state_dtype: torch.dtype | None = None
 
@@ -97,15 +97,16 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
-        """Update parameters and state in place. `step` is 1 in the first update. `decays`: not norms and biases."""
+        """Update parameters and state in place. `step` is 1 in the first update. `decays`: False for norms and
+        biases."""
 
     def fuses(self, param: Tensor, grad: Tensor) -> bool:
-        """Tell whether `fused_update` takes pieces like these; by default there is none."""
+        """Return whether `fused_update` can update such pieces. By default an optimizer has no fused update."""
         return False
 
     def fused_update(self, slices: Slices, clip: Clip, *, lr: float, step: int, decays: bool) -> None:
-        """Clip and update in one pass, of uncut pieces whose state is as it is stored."""
-        raise NotImplementedError(f"{type(self).__name__}.fuses has promised it")
+        """Clip and update uncut pieces in one pass, with state in its storage dtype."""
+        raise NotImplementedError(f"{type(self).__name__}.fuses returned True, so it must define fused_update")
 
     @abstractmethod
     def plain_update(
@@ -116,12 +117,12 @@ class Optimizer(ABC):
 
     @property
     def by_head(self) -> bool:
-        """Whether rows of heads are a matrix for each head."""
+        """Return whether the rows of each head are updated as a matrix of their own."""
         return False
 
     @property
     def matrix_dtype(self) -> torch.dtype | None:
-        """The dtype in which matrices travel and are computed; None: that of the parameters."""
+        """The dtype in which matrices are sent and computed; None: that of the parameters."""
         return None
 
     def check(self, table: Table, trained: Sequence[str]) -> None:
@@ -140,16 +141,18 @@ class Optimizer(ABC):
             )
 
     def updates_whole(self, param: Param) -> bool:
-        """Tell whether a parameter is updated as whole matrices: those of the files, as its declaration says."""
+        """Return whether a parameter is updated as whole matrices, which its declaration takes from the files."""
         return self.needs_whole_matrix and param.matrices is not None
 
     def matrix_input(self, grad: Tensor, state: Sequence[Tensor]) -> Tensor:
-        """Return what `matrix_direction` gets, elementwise, from a part of a gradient and of the updated state."""
+        """Return the input of `matrix_direction`, computed elementwise from a part of a gradient and of the updated
+        state."""
         return grad
 
     def matrices_per_call(self, like: Tensor) -> int:
-        """Return how many matrices of the size of `like` `matrix_direction` gets at once: above 1 a batch, [number,
-        rows, columns], which zeros fill up. A number that depended on the mesh would choose other kernels, and bits."""
+        """Return how many matrices of the size of `like` one call of `matrix_direction` gets. Above 1 it gets a batch,
+        [number, rows, columns], filled up with zeros. The number must not depend on the mesh: other shapes may choose
+        other kernels, whose results differ in bits."""
         return 1
 
     def matrix_direction(self, matrix: Tensor) -> Tensor:
@@ -157,19 +160,21 @@ class Optimizer(ABC):
         raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_direction")
 
     def matrix_step(self, param: Tensor, direction: Tensor, shape: tuple[int, int], *, lr: float, decays: bool) -> None:
-        """Apply a part of an update to the same part of a parameter, in place. `shape`: of the whole matrix."""
+        """Apply a part of an update to the same part of a parameter, in place. `shape`: the shape of the whole
+        matrix."""
         raise NotImplementedError(f"{type(self).__name__} says needs_whole_matrix, so it must define matrix_step")
 
     def plain_matrix_update(
         self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what `plain_update` does, of one matrix that is updated whole."""
+        """Return the new weight and state of one matrix that is updated whole, as `plain_update` does."""
         raise NotImplementedError(
             f"{type(self).__name__} says needs_whole_matrix, so it must define plain_matrix_update"
         )
 
     def charges(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int, itemsize: int) -> list[Charge]:
-        """Return the collectives that an update adds to the bill of a step. `trained`: what a rank holds pieces of."""
+        """Return the collectives that an update adds to the bill of a step. `trained`: the parameters of which a rank
+        holds pieces."""
         whole = [param for param in trained if self.updates_whole(param)]
         if not whole or prod(axes.sizes(STAGE)) == 1:
             return []
@@ -179,7 +184,8 @@ class Optimizer(ABC):
         return [Charge(what, "all_to_all", STAGE, numel * item, num) for (what, numel), num in counts.items()]
 
     def operations(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int) -> int:
-        """Return the operations of matmuls for which a step waits in an update; elementwise ones do not count."""
+        """Return the floating-point operations of an update's matmuls, which a step waits for. Elementwise ones do not
+        count."""
         return 0
 
     def state_names_of(self, param: Param) -> tuple[str, ...]:
@@ -204,7 +210,7 @@ class Optimizer(ABC):
         return tuple(name for name in trained if is_quantised(table[name]))
 
     def wide_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of state that is not quantised, of parameters stored in `stored`."""
+        """Return the dtype of state that is not quantised, for parameters stored in `stored`."""
         return stored if self.state_dtype in (None, torch.uint8) else self.state_dtype
 
     def state_bytes(self, stored: torch.dtype, param: Param, shape: Sequence[int]) -> int:

@@ -10,9 +10,9 @@ exponential moving average would never change again once a step moves it by less
 are a hash of the position in the whole matrix and of the step, not drawn from a generator: the same bits on every mesh,
 and after a restart.
 
-A cut by rows never splits a block, and a cut by columns must fall between two. Scales are declared like a parameter of
-their own, with a column for each block, and are cut as the matrix is: whatever places, writes or reads pieces handles
-scales without special cases.
+Sharding by rows never splits a block; a split by columns must fall between two blocks. Scales are declared like a
+parameter of their own, with a column for each block, and are sharded as the matrix is. So the code that places, writes
+or reads pieces handles scales without special cases.
 
 Shapes: R rows, C columns, B blocks of a row, K elements of a block.
 """
@@ -75,7 +75,8 @@ def decode(codes_RC: Tensor, scales_RB: Tensor, code: Code) -> Tensor:
 
 
 def encode(wide_RC: Tensor, code: Code, dice_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise. `dice_RC`: uniform numbers in [0, 1), for whole blocks. -> codes_RC (uint8), scales_RB (float32)"""
+    """Quantise to codes and scales. `dice_RC`: uniform numbers in [0, 1), for whole blocks. -> codes_RC (uint8),
+    scales_RB (float32)"""
     wide_RBK, magnitudes = _in_blocks(wide_RC.float()), levels(code, wide_RC.device)
     magnitudes_RBK = wide_RBK.abs()
     scales_RB = magnitudes_RBK.amax(-1).clamp(max=_LARGEST)
@@ -155,7 +156,7 @@ def _signed(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the stored rows of a matrix lie in the whole one: `rows` gives their numbers on a device."""
+    """The position of stored rows in the whole matrix: `rows` gives their numbers on a device."""
 
     rows: Callable[[torch.device], Tensor]
     first_col: int
@@ -176,9 +177,9 @@ def seed_of(name: str, which: int, step: int) -> int:
 
 
 def is_quantised(param: Param) -> bool:
-    """Tell whether 8-bit state would quantise a parameter: a matrix with a whole block in each row. The answer is the
-    same on every mesh. Narrower matrices, vectors and adapters would save little; and one adapter whose blocks tp cuts
-    would refuse the whole run. Of a table only some rows are updated."""
+    """Return whether 8-bit state would quantise a parameter: a matrix with a whole block in each row. The answer is the
+    same on every mesh. Narrower matrices, vectors and adapters would save little, and one adapter whose blocks tp cuts
+    would make the whole run fail. Tables of which a step updates only some rows stay wide."""
     return bool(param.cols) and param.matrix[1] >= BLOCK and not (param.adapter or param.by_rows)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer at work on the pieces of one rank: its state, and updates slice by slice, in place."""
+"""Run an optimizer on the shards of one rank: hold its state, and update slice by slice, in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = dict[str, tuple[Tensor, ...]]  # by parameter, a tensor for each of `Opt
 class Part:
     """Slices that one call updates. `live`: state is updated where it is stored; else it is widened for the call.
 
-    `whole`: of matrices that are updated whole.
+    `whole`: the slices belong to matrices that are updated whole.
     """
 
     slices: list[Slice]
@@ -51,7 +51,7 @@ class LocalOptimizer:
         matrices: WholeMatrices | None = None,
     ) -> None:  # fmt: skip
         self.options, self.steps, self.quantised = options, 0, quantised or {}
-        self.matrices = matrices  # of an optimizer that needs whole ones
+        self.matrices = matrices  # for an optimizer that needs whole matrices
         self.state_names = {param.name: options.state_names_of(param) for param in table}
         self.decayed = {param.name for param in table if param.decay}
         self.whole = {param.name for param in table if options.updates_whole(param)}
@@ -85,7 +85,7 @@ class LocalOptimizer:
         self.state |= self.new_state({name: t for name, t in stored.items() if name not in self.state})
 
     def new_state(self, stored: Mapping[str, Tensor], *, empty: bool = False) -> State:
-        """Return zeros for all pieces that are not empty. `empty`: for the empty ones alone."""
+        """Return zero state for all pieces that are not empty; with `empty`, for the empty ones alone."""
         made = State()
         for name, tensor in stored.items():
             if empty == bool(tensor.numel()):
@@ -99,7 +99,7 @@ class LocalOptimizer:
         return made
 
     def fuses(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
-        """Tell whether `step` can clip: whether the optimizer has a fused update for each of the pieces."""
+        """Return whether `step` can clip, which takes a fused update for each of the pieces."""
         dense = {name: grad for name, grad in grads.items() if name not in self.by_rows}
         if self.quantised or self.matrices is not None or not dense:
             return False
@@ -107,9 +107,9 @@ class LocalOptimizer:
         return all(self.options.fuses(piece, grad) and all(map(is_dense, state)) for state, piece, grad in pieces)
 
     def has_kernel(self, device: torch.device) -> bool:
-        """Tell whether the fused update works on a device.
+        """Return whether the fused update works on a device.
 
-        Ranks compare it: copies of a parameter would drift apart if one rank updated its copy by the formula.
+        Ranks compare the answer: copies of a parameter would drift apart if one rank updated its copy by the formula.
         """
         if device not in self._has_kernel:
             piece = torch.zeros(16, device=device, dtype=torch.float32)
@@ -120,7 +120,7 @@ class LocalOptimizer:
     def step(
         self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, clip: Clip | None = None
     ) -> None:
-        """Update the stored pieces of the parameters that have gradients. `clip`: in one pass that also clips them."""
+        """Update the stored pieces of the parameters that have gradients; with `clip`, clip them in the same pass."""
         stored = {name: t for name, t in stored.items() if name in grads and t.numel()}
         self.make_state(stored)
         tables = {name: stored.pop(name) for name in [*stored] if name in self.by_rows}
@@ -153,7 +153,8 @@ class LocalOptimizer:
         clip.finite()
 
     def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
-        """Divide parameters into parts: one call has one number of state tensors, and one decay as fused kernels do."""
+        """Divide parameters into parts. All parameters of a part have the same number of state tensors and one decay,
+        since fused kernels take one."""
         kinds: dict[tuple[bool, bool, int], dict[str, Tensor]] = {}
         for name, tensor in stored.items():
             kind = (name not in self.whole, name not in self.decayed, len(self.state_names[name]))
@@ -167,8 +168,8 @@ class LocalOptimizer:
     def _update_rows(self, name: str, table: Tensor, grad: Tensor, lr: float, clip: Clip | None) -> None:
         """Update the rows of a table that have a gradient, in slices; all others keep their bytes, and their state.
 
-        That is another optimizer than an update of all rows, which would decay rows that no token met and move them by
-        old momentum (torch.optim.SparseAdam is of this kind). Bias correction counts the steps of the run.
+        An update of all rows is another optimizer: it would decay rows that no token used, and move them by old
+        momentum. torch.optim.SparseAdam also updates such rows alone. Bias correction counts the steps of the run.
         """
         rows, most = grad.any(1).nonzero().squeeze(1), max(_PART // table.shape[1], 1)
         factor = 1.0 if clip is None else clip.factor.to(grad.dtype)
@@ -180,14 +181,14 @@ class LocalOptimizer:
                 kept[some] = new.to(kept.dtype)
 
     def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
-        """Tell whether an update can write the state in place: it is whole, not quantised, and as wide as the
+        """Return whether an update can write the state in place: it is whole, not quantised, and as wide as the
         parameter."""
         is_wide = all(each.dtype == stored.dtype for each in self.state[name])
         return at is None and name not in self.quantised and is_wide
 
     def _update(self, part: Part, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
         """Widen the state of a part if needed, update it, and narrow it again. So wide copies exist for one part at a
-        time, not for the whole model."""
+        time."""
         views = [_of(stored[name], at) for name, at in part.slices]
         state = [self.state[n] for n, _ in part.slices] if part.live else list(map(self._wide, part.slices, views))
         of_views = [_of(grads[name].contiguous(), at) for name, at in part.slices]
@@ -241,14 +242,14 @@ class LocalOptimizer:
         return slice(at.start // width, at.stop // width)
 
     def encode(self, name: str, wide: Sequence[Tensor]) -> None:
-        """Quantise state that comes from elsewhere, as if the last step had made it."""
+        """Quantise state that was loaded, as if the last step had computed it."""
         for at in _slices(wide[0].numel(), _size(wide[0])):
             self._store(name, at, [each.view(-1)[at] for each in wide], self.steps - 1)
 
 
 def _of(tensor: Tensor, at: slice | None) -> Tensor:
-    """Return some elements of a tensor, flat; the tensor itself, if these are all: a view takes the host longer than
-    its update takes."""
+    """Return a flat slice of a tensor, or the tensor itself if `at` is None: making a view takes the host longer than
+    the update."""
     return tensor if at is None else tensor.view(-1)[at]
 
 

@@ -1,4 +1,4 @@
-"""Muon (Keller Jordan, 2024; at scale: arXiv 2502.16982): momentum, made nearly orthogonal, for each matrix."""
+"""The Muon optimizer (Keller Jordan, 2024; at scale: arXiv 2502.16982): orthogonalised momentum for each matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS, _EPS = 5, 1e-7
 _PER_CALL = 4  # matrices of one call, where each has at most `_SMALL` elements
 _SMALL = 1 << 21
-_TOWER = ("tower.*",)  # as Kimi and others train: not every model has one, so it may match nothing
+_TOWER = ("tower.*",)  # AdamW trains a vision tower, as at Kimi; a model without one matches nothing
 MATCHED, ORIGINAL = "match_rms_adamw", "original"
 # Not float16: gradients are cast before they are normalised, and most are below what it can hold.
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -34,11 +34,11 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class Muon(AdamW):
     """Muon for matrices, and AdamW for all else: embeddings, the head, norms, biases, convolutions, tables.
 
-    A matrix is one of the files: an expert's gate projection, q without its gate, q of a delta net. `by_head` splits q,
-    k and v into heads. `exclude`: patterns of more parameters for AdamW, as in `train=`. `scale`: "match_rms_adamw"
-    gives updates of AdamW's size, so that one lr serves both; "original" is Keller Jordan's, for lr near 0.02.
-    `matrix_dtype`: of the iteration and of what is sent for it; None: that of the parameters. `betas` and `eps` are
-    AdamW's, `weight_decay` is for both.
+    A matrix is as in the files, such as an expert's gate projection, q without its gate, or q of a delta net. `by_head`
+    splits q, k and v into heads. `exclude`: patterns of more parameters for AdamW, as in `train=`. `scale`:
+    "match_rms_adamw" gives updates of AdamW's size, so that one lr serves both; "original" is Keller Jordan's, for lr
+    near 0.02. `matrix_dtype`: the dtype of the iteration and of what is sent for it; None: that of the parameters.
+    `betas` and `eps` are AdamW's, `weight_decay` is for both.
     """
 
     codes: ClassVar[tuple[Code, ...]] = ()  # blocks of 8-bit state would be cut by what a rank stores of a matrix
@@ -69,7 +69,7 @@ class Muon(AdamW):
             raise ConfigError(f"exclude={exclude!r} must be a tuple of patterns of names, such as ('layers.*.router',)")
 
     def check(self, table: Table, trained: Sequence[str]) -> None:
-        """Also refuse a pattern of `exclude` that matches no parameter: it is a typo."""
+        """Refuse also a pattern of `exclude` that matches no parameter, since it must be a typo."""
         super().check(table, trained)
         matching([each for each in self.exclude if each not in _TOWER], [param.name for param in table], "exclude")
 
@@ -105,14 +105,14 @@ class Muon(AdamW):
         return grad.lerp(momentum, self.momentum) if self.nesterov else momentum
 
     def matrices_per_call(self, like: Tensor) -> int:
-        """Return 4 for small matrices on an accelerator: experts of 768 x 2048 are thousands, and one does not fill it.
-        A CPU gains nothing, and keeps the bits of torch.optim.Muon."""
+        """Return 4 for small matrices on an accelerator: a model may have thousands of experts of 768 x 2048, and one
+        does not fill the device. A CPU gains nothing, and keeps the bits of torch.optim.Muon."""
         return 1 if like.is_cpu or like.numel() > _SMALL else _PER_CALL
 
     def matrix_direction(self, matrix: Tensor) -> Tensor:
         """Return U S' V^T of a matrix U S V^T, with S' of about 0.7 to 1.2, by products alone (Newton-Schulz).
 
-        The operations and their order are those of torch.optim.Muon, for one matrix to the bit.
+        The operations and their order are those of torch.optim.Muon; for a single matrix the result is bitwise equal.
         """
         add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
         is_tall = matrix.shape[-2] > matrix.shape[-1]

@@ -1,7 +1,8 @@
 """Update whole matrices, for optimizers such as Muon: each matrix on its owner, one bucket at a time (decision 0014).
 
-`MatrixPlan` says who computes which matrix and what travels. A rank sends the parts that it stores to the owner, in the
-dtype of the computation, and gets its parts of the result back. While a bucket is computed, the next one is under way.
+`MatrixPlan` says which rank computes which matrix and what is sent. A rank sends the parts that it stores to the owner,
+in the dtype of the computation, and gets its parts of the result back. While a bucket is computed, the next one is
+being sent.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class WholeMatrices:
         self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: Mapping[str, Sequence[Tensor]],
         lr: float,
     ) -> None:  # fmt: skip
-        """Update the stored pieces in place. `grads`: of all these parameters, also of those without rows on this
-        rank. `state`: as `Optimizer.update` has left it."""
+        """Update the stored pieces in place. `grads` has all these parameters, also those without rows on this rank.
+        `state`: as `Optimizer.update` has left it."""
         plan = self.plan([*grads])
         tensors = {name: (grad, *state.get(name, ())) for name, grad in grads.items()}
         step = _Step(self, plan, stored, tensors, lr)
@@ -93,7 +94,7 @@ class _Step:
         return (box for box, ranks in self.plan.matrices[at].parts if self.mesh.rank in ranks)
 
     def input(self, at: int, part: Box) -> Tensor:
-        """Return a stored part of what a matrix is computed from, on the device and in the dtype of the computation."""
+        """Return a stored part of the input of a matrix's update, on the device and in the dtype of the computation."""
         grad, *state = (_part(views, part) for views in self.inputs[self.plan.matrices[at].name])
         return self.options.matrix_input(grad, state).to(self.mesh.device, self.dtype)
 
@@ -120,7 +121,7 @@ class _Step:
         return map(one, inputs) if len(inputs) == 1 else one(torch.stack([*inputs]))
 
     def _whole(self, at: int, received: Mapping[Box, Tensor]) -> Tensor:
-        """Return what a whole matrix is computed from, as [rows, columns]."""
+        """Return the whole input of a matrix's update, as [rows, columns]."""
         matrix = self.plan.matrices[at]
         parts = {**received, **{part: self.input(at, part) for part in self.own_parts(at)}}
         whole = parts.get(matrix.box)
@@ -144,7 +145,7 @@ class _Round:
 
     def __init__(self, step: _Step, bucket: Bucket) -> None:
         self.step, self.bucket = step, bucket
-        self.pending: Tensor | None = None  # must not be read before it was waited for
+        self.pending: Tensor | None = None  # must not be read before the wait for it
 
     def send_to_owners(self) -> None:
         """Start the all-to-all of the parts of this bucket."""

@@ -6,16 +6,16 @@
 4. hand what is left to FSDP2 (`fully_shard`), on the device or in host memory;
 5. let FSDP all-gather in FP8 the weights that matmuls take in FP8.
 
-The order is not free. FSDP shards what it is given, so tp and ep must have cut before (3-D parallelism in the order of
+The order matters. FSDP shards what it is given, so tp and ep must cut first (3-D parallelism in the order of
 Megatron-LM, arXiv:2104.04473). Activation checkpointing must be inside the FSDP unit, so that one all-gather of
 backward serves both the recomputed forward and the backward of a layer.
 
 Parameters are cut as plain tensors, not as DTensors on a tp mesh. A DTensor would choose its own collectives:
 `to_local()` without `grad_placements` silently drops the tp sum of a gradient (torchtitan#2387), a head-splitting view
-of a strided shard loaded wrong weights (torchtitan#1483), and loaders hang in an implicit redistribute (VeOmni#642).
-Here a collective is a door, or it does not exist.
+of a strided shard loaded wrong weights (torchtitan#1483), and loaders hang in an implicit redistribute (VeOmni#642). In
+Meshwright every collective inside a layer is a declared door.
 
-DTensor also reorders costs: it gathered one activation two or three times a layer (torchtitan#3371), and a slice that
+DTensor also reorders costs: it gathered one activation two or three times per layer (torchtitan#3371), and a slice that
 happens to cover a whole dim has no sharding rule (AReaL#1365).
 """
 
@@ -84,7 +84,8 @@ def distribute(
         _place(stage, spec, mesh, compute, stored)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
     low = gathered_in_fp8(spec, trained, wide=spec.recipe.memory.gathers_wide)
-    # FSDP pads lazily, in a copy. FP8 hooks and version counters hang on the tensor object, and a copy would lose them.
+    # FSDP pads lazily, in a copy. FP8 hooks and version counters belong to the tensor object, and a copy would lose
+    # them.
     for stage in stages if low or any(isinstance(form, Coding) for form in stored.values()) else ():
         fsdp.pad_shards(stage.module)
     return stages, Fp8Gather(stages, spec, mesh, compute, low)

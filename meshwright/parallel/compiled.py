@@ -1,4 +1,4 @@
-"""Compile layers with torch.compile, and decide whether to where the user has left it open."""
+"""Compile layers with torch.compile, and decide whether to compile if the user has not decided."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..mesh.memory_limits import has_inductor
 from ..models import Decoder, Layer
 from ..recipe import LATE, Recipe
 
-# Inductor's option to divide as torch does, not approximately: scales of FP8 blocks are then equal to the bit. Its name
-# since torch 2.11 or later, and the one before.
+# Inductor's option to divide exactly as torch does, so that scales of FP8 blocks are bitwise equal: its name in newer
+# releases (torch 2.11 or later), and the older name.
 _DIVISION = ("eager_numerics.division_rounding", "emulate_divison_rounding")
 
 _MOST_LENGTHS = 2  # a hybrid model has two kinds of layers in one function
@@ -33,8 +33,8 @@ def compile_layer(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class CompiledLayer:
     """The forward of a layer, compiled in passes with gradients, for the first lengths of a micro-batch.
 
-    Each length is compiled anew. Those of samples and evaluations vary, and torch gives up on a function that it has
-    compiled eight times.
+    Each length is compiled separately. Lengths in samples and evaluations vary, and torch gives up on a function that
+    it has compiled eight times.
     """
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
@@ -52,7 +52,7 @@ class CompiledLayer:
             ) from error
 
     def _takes(self, length: int) -> bool:
-        """Tell whether a length is among the first ones."""
+        """Return whether a length is among the first ones."""
         if length not in self.lengths and len(self.lengths) == _MOST_LENGTHS:
             _say_once(f"layers are compiled for {_MOST_LENGTHS} lengths of a micro-batch; others run slower, such as "
                       f"{length:,} tokens a rank: give mw.pack or mw.batches a length=")  # fmt: skip
@@ -85,7 +85,7 @@ def with_compiled(recipe: Recipe, model: Decoder, device: torch.device) -> Recip
 
 
 def _forbidden(recipe: Recipe, model: Decoder) -> str:
-    """Return what forbids that layers are compiled; empty if nothing does."""
+    """Return the reason why layers must not be compiled; empty if they may be."""
     if recipe.memory.recompute == "selective":
         return 'recompute="selective" chooses among the operations of a layer'
     if recipe.pipeline.schedule in LATE:

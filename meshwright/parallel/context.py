@@ -1,4 +1,4 @@
-"""Context parallelism for long sequences: Ulysses all-to-all between neighbours, all-gather of keys and values beyond.
+"""Context parallelism: Ulysses all-to-all within groups of ranks, all-gather of keys and values between the groups.
 
 Each cp rank holds a slice of the token stream, but a mixer also needs the tokens before that slice. So `parts`
 neighbouring ranks exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509). Before it, a
@@ -6,7 +6,7 @@ rank holds its own tokens with all heads, `[T, n, C]`. After it, the rank holds 
 with its share of the heads, `[parts*T, n/parts, C]`. With `parts == cp`, attention and the delta rule then see whole
 documents. The load is even, and a document that crosses a boundary needs no special case.
 
-A ring balances its load by a zigzag order of tokens, and a recurrence (gated delta rule) cannot follow that order.
+Ring attention balances its load by a zigzag order of tokens, which a recurrence (gated delta rule) cannot follow.
 Wrapping attention alone would restart the state of linear attention at each shard. Then only the forward of the first
 shard is right, and gradients are wrong (accelerate#4177).
 
@@ -14,7 +14,7 @@ Ulysses needs at least as many heads on a tp rank as neighbours. With more cp ra
 neighbours remain. Between the groups, keys and values are all-gathered (as in Llama 3's context parallelism,
 arXiv:2407.21783), and the delta net passes on its state.
 
-Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens a rank, n heads:
+Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens per rank, n heads:
 
   own tokens, all heads    [T, n, C]      --all-to-all-->   [2T, n/2, C]    tokens of both neighbours, half of the heads
   keys and values          [2T, n/2, C]   --all-gather-->   [4T, n/2, C]    tokens of both groups

@@ -1,14 +1,13 @@
-"""Expert parallelism that sends each token once per rank (deduplicated dispatch), and sums partial results before
-return.
+"""Deduplicated expert dispatch: send each token once per rank, and sum partial results before they return.
 
 With top-k = 8 and 8 ranks, plain dispatch sends up to 8 copies of a token, several of them to the same rank. Here each
-rank that owns any of its experts gets one copy, makes the others locally, and returns one weighted sum. DeepSeek's
+rank that owns any of its experts gets one copy, makes further copies locally, and returns one weighted sum. DeepSeek's
 DeepEP does the same on NVLink and RDMA, and DeepSeek-V3 limits a token to 4 nodes for that reason (arXiv:2412.19437,
 section 3.2.2).
 
 With nodes, a token goes once to each node that owns some of its experts: to the rank of that node with the sender's own
-local index, which fans it out inside of the node. Beside the rows travels an integer code per copy (which row, which
-expert), with its routing weight.
+local index, which fans it out inside of the node. Along with the rows, ranks send an integer code per copy (which row,
+which expert) and its routing weight.
 
 Partial sums are rounded to the compute dtype once more on their way back, so results differ from plain dispatch by
 rounding.
@@ -44,7 +43,7 @@ class _Requests:
 class _Sizes:
     """Row and copy counts of one hop, as the host and the kernels need them.
 
-    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry a rank. `local_turns`: how many received rows have a
+    `rows_out`, `rows_in`, `copies_out`, `copies_in`: one entry per rank. `local_turns`: how many received rows have a
     first local copy, a second one, and so on. `local` and `local_E`: rows of each local expert, on the host and on the
     device. `begins_P`: for each received copy, how many rows come from the ranks before its sender.
     """

@@ -1,4 +1,4 @@
-"""Quantise FP8 weights once a step, and all-gather them as one byte an element instead of two (FSDP2).
+"""Quantise FP8 weights once a step, and all-gather them as one byte per element instead of two (FSDP2).
 
 A matmul quantises a weight in blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), with `scale = amax /
 448` for each block. FSDP cuts rows anywhere, so the amax of a block may need rows of two ranks. Hence two phases:
@@ -109,10 +109,10 @@ class _Matrix:
 
     shard: _LocalShard
     compute: torch.dtype
-    scales: Tensor  # one a block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
+    scales: Tensor  # one per block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
     made: list[Tensor] = field(
         default_factory=list, init=False
-    )  # the codes of own rows, once a gather of the pass asks
+    )  # the codes of own rows, made at the first gather of a pass
 
     def find_amax(self) -> None:
         """Write the amax of each block's local rows to where its scale will be."""
@@ -177,7 +177,7 @@ class _WeightGroup:
 class Fp8Gather:
     """The trained weights of this rank with FP8 matmuls, which a pass quantises once.
 
-    `names`: those that FSDP all-gathers as codes, of all stages, where they are sharded at all.
+    `names`: the weights of all stages that FSDP all-gathers as codes wherever they have several shards.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Fp8Gather:
 
     @contextmanager
     def quantised(self) -> Iterator[None]:
-        """Return a context for a pass: its FP8 matmuls take the weights as they are stored now, quantised once."""
+        """Return a context for a pass: its FP8 matmuls use the weights as they are stored now, quantised once."""
         try:
             self.begin()
             yield

@@ -2,17 +2,17 @@
 
 FSDP2 is torch's `fully_shard` (PyTorch FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054): parameters, gradients and
 optimizer state are stored in shards; a unit is all-gathered before its forward and backward, and its gradient
-reduce-scattered after it. Three things differ from FSDP2 as it comes:
+reduce-scattered after it. Three things differ from plain FSDP2:
 
 - Gradients are summed, not averaged. The loss is divided by the token count of the whole step before backward, so a sum
-  is the exact gradient of the global mean. An average would weigh ranks equally that have unequal numbers of targets
+  is the exact gradient of the global mean. An average would give equal weight to ranks with unequal numbers of targets
   (torchtitan#2206), and expert parameters, whose FSDP mesh is smaller, would need another factor (pytorch#160285).
 - Some float32 parameters (`A_log`, `dt_bias`, router bias) stay out of FSDP, which casts a whole unit to one dtype:
   rounding `A_log` to bfloat16 compounds over the sequence (NeMo-Automodel#2484).
 - Prefetch in backward follows the declared order of units (`prefetch_in_order`).
 
-Experts have an FSDP mesh of their own. FSDP takes the ranks of a mesh to hold the same parameter. Over ranks with
-different experts, rank 0's experts are broadcast into all of them without an error (transformers#45662).
+Experts have an FSDP mesh of their own. FSDP assumes that all ranks of a mesh hold the same parameter. If they hold
+different experts, rank 0's experts are broadcast to all of them without an error (transformers#45662).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
         passed(stage, spec, axes, trained, pictures=with_pictures) for with_pictures in (False, True)
     )
     always_run = text_units | {part for part in vision_units if part.startswith(TOWER)}
-    # By whether a unit is in the vision tower, which does not run in every micro-batch: neither side may prefetch
+    # Keyed by whether a unit is in the vision tower, which does not run in every micro-batch: neither side may prefetch
     # from the other.
     previous: dict[bool, FSDPModule] = {}
     for unit in in_order(stage.units):

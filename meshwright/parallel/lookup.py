@@ -1,9 +1,9 @@
-"""Look up rows of a table that the ranks of a pipeline stage hold between them, and bring halos to own tokens.
+"""Look up rows of an n-gram table that is sharded over the ranks of a pipeline stage, and exchange halos.
 
 An n-gram table has as many elements as the rest of the model (51 billion in Qwen3.8-Flash-Next), and a token reads 16
 rows of 160. FSDP would gather all of it. So rows stay where they are: each rank asks the owners for the rows of its own
-tokens by all-to-all, and their gradients go back the same way. An owner's gradient is then complete, and nothing is
-left to sum but over replicas (HSDP). Each replica has a whole table, so a call on one replica needs no other.
+tokens by all-to-all, and their gradients go back the same way. An owner's gradient is then complete within a replica,
+and only the sum over replicas (HSDP) is left. Each replica has a whole table, so a call on one replica needs no other.
 
 Shapes: N rows that own tokens look up, in the order of the tokens; M rows that all ranks ask of this one; W width.
 """
@@ -40,7 +40,7 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
 
 @dataclass(frozen=True)
 class _Owners:
-    """Which of `num` ranks has a row: `step` rows each, this one from row `first` on."""
+    """The owners of a table's rows: `num` ranks with `step` rows each, this one from row `first` on."""
 
     num: int
     step: int

@@ -4,7 +4,7 @@
 more FLOPs. `"selective"` keeps the results of matmuls, attention and collectives and recomputes what is cheap and
 large, as Megatron-LM does for attention scores (arXiv:2205.05198).
 
-The router's choice is always kept, in both modes. A recomputed top-k may break ties otherwise than the first one did (a
+The router's choice is always kept, in both modes. A recomputed top-k may break ties differently from the first one (a
 matmul of another batch shape rounds differently). Expert counts then differ between forward and backward: a crash at
 best (NeMo-Automodel#2635, torchtitan#1117), wrong gradients at worst.
 """
@@ -114,8 +114,8 @@ def _mark(layer: nn.Module, *, full: bool, to_end: bool) -> None:
 def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -> Tensor:
     """Run a layer under checkpointing, and keep the routing of its first run.
 
-    The layer reports its expert load to `Balance` in both runs; that assigns, it does not add (a counter would count
-    twice, torchtitan#1593).
+    The layer reports its expert load to `Balance` in both runs. The report assigns and does not add: a counter would
+    count twice (torchtitan#1593).
     """
     if not torch.is_grad_enabled():
         return run(*args)

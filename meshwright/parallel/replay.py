@@ -1,8 +1,8 @@
 """Activation checkpointing by saved-tensor hooks: backward recomputes what forward would have saved.
 
 torch's `checkpoint(use_reentrant=False)` works the same way, with much that our layers do not need: RNG states, nested
-checkpoints, early-stop bookkeeping for several graphs. That costs the host half a millisecond a layer and more, which a
-GPU that is bound by launches waits for.
+checkpoints, early-stop bookkeeping for several graphs. That costs the host half a millisecond or more per layer, and a
+GPU that is bound by launches waits for it.
 
 pack: forward of the layer saves a numbered slot in place of each tensor. unpack: the first slot that backward asks for
 runs the layer once more, under hooks that fill the slots in the same order, up to the last one.

@@ -5,8 +5,8 @@ arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473), zero bubble (arXiv:2401.
 F1 B1 ..., the plain loop, through the same code.
 
 The loss of each micro-batch is divided by the target count of the whole step inside of `term`, before backward.
-Dividing once after the schedule is how pipeline gradients come out `global_valid_tokens` times too large
-(torchtitan#2972), and a mean per micro-batch weighs tokens unequally (torchtitan#2206).
+Dividing after the schedule is too late: pipeline gradients came out `global_valid_tokens` times too large
+(torchtitan#2972). A mean per micro-batch weighs tokens unequally (torchtitan#2206).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Point-to-point transfers of a pipeline: activations to the next stage, gradients back, by asynchronous isend and
-irecv."""
+"""Point-to-point transfers of a pipeline: asynchronous isend and irecv of activations and their gradients."""
 
 from __future__ import annotations
 

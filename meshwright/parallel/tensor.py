@@ -1,10 +1,9 @@
-"""Tensor parallelism with sequence parallelism: give each door between own tokens and all tokens of a tp group its
-collective.
+"""Tensor parallelism with sequence parallelism (Megatron-LM): all-gather and reduce-scatter of tokens at doors.
 
 Megatron-LM's column- and row-parallel linear layers (arXiv:1909.08053), with the residual stream split along the
 sequence (arXiv:2205.05198). A layer starts with `enter`, an all-gather of tokens, and ends with `leave`, a
-reduce-scatter of partial sums; each is the backward of the other. They send the bytes of Megatron's two all-reduces,
-and norms, residuals and their activations are split by tp too.
+reduce-scatter of partial sums; each is the backward of the other. They send as many bytes as Megatron's two
+all-reduces, and norms, residuals and their activations are split by tp too.
 
 A door is declared where the layer is written, so no list of module names has to match the model (a plan keyed by class
 or attribute name misses a renamed norm, DeepSpeed#8306).
@@ -36,7 +35,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _own_tokens(x_T: Tensor, size: int, part: int) -> Tensor:
-    """Return own tokens of a tensor that each rank of the tp group has: nothing is sent."""
+    """Return own tokens of a tensor that every rank of the tp group has whole: nothing is sent."""
     return x_T.chunk(size)[part]
 
 
@@ -45,7 +44,7 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
     -> [T/tp, V]` as tp slices."""
 
     def at() -> str:
-        # The name would be a constant of a compiled graph: one graph a layer instead of one for all.
+        # The name would be a constant of a compiled graph: one graph per layer instead of one for all.
         return "a tensor parallel door" if torch.compiler.is_compiling() else name
 
     def enter(x: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Run the vision encoder on several ranks: the ranks of a data rank divide its frames, and an all-to-all returns the
-rows.
+"""Run the vision encoder on all ranks of a data rank: they divide its frames, and an all-to-all returns the rows.
 
 Each frame runs whole on one rank (attention in the tower is within a frame), balanced by cost. One all-to-all then
 brings each row to the rank that holds its placeholder token, and backward sends gradients the other way. Replicating

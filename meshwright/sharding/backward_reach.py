@@ -81,7 +81,7 @@ def _trained_parts(stage: Stage, trained: Collection[str]) -> set[str]:
 
 
 def _sends_gradient_back(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> bool:
-    """Tell whether this stage sends a gradient to the previous one."""
+    """Return whether this stage sends a gradient to the previous one."""
     return stage.number > trained_from(spec.table, spec.line(axes.pp), [*trained])
 
 

@@ -1,6 +1,6 @@
 """The bill: every collective of a training step with its bytes, computed from declarations, with no device.
 
-`plan` shows it, and oracle K1 of `verify` holds it against what the ranks really send. So it derives from the same
+`plan` shows it, and oracle K1 of `verify` compares it with what the ranks really send. So it derives from the same
 doors and units that run, but never from the code that runs them: it would repeat a mistake of that code.
 """
 
@@ -123,7 +123,7 @@ class _Passes:
 
 
 def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> _Passes:
-    """Count micro-batches with and without vision apart: the tower passes gradients only in the former."""
+    """Count micro-batches with and without vision separately: the tower passes gradients only in those with vision."""
     trained, passes = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
     for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
         for part in passed(stage, spec, axes, trained, pictures=pictures):
@@ -210,7 +210,7 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
 def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
     """Return the fewest rows that a rank can send in a hop, the expected number, and the most.
 
-    Within a node they stem from tokens of all nodes, as many as the router sends there.
+    Within a node they come from tokens of all nodes, as many as the router sends there.
     """
     likely, num_nodes = expected_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
     least = tokens * -(-top_k // hop.num_here) if num_nodes == 1 else 0
@@ -267,7 +267,7 @@ def _halos(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
 def _lookups(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
     """Charge for lookups in tables that are cut by rows: counts, row numbers, rows, and their gradients.
 
-    Bytes do not depend on the data in sum over the ranks: each asks for as many rows as its tokens need.
+    Summed over ranks, bytes do not depend on the data: each rank asks for as many rows as its tokens need.
     """
     num_ranks, tokens = prod(axes.sizes(STAGE)), work.tokens // prod(axes.sizes(DATA_RANK))
     for name, door in find_doors(model, Lookup):

@@ -1,4 +1,4 @@
-"""Doors: declared points where activations change ranks, each with its collective in forward and in backward.
+"""Doors: declared points where activations change layout over ranks, with their collectives in forward and backward.
 
 A door is data. On one process it is the identity; `parallel` arms the doors of its mesh axis with collectives. The bill
 reads the same objects, and oracle K1 checks one against the other. A layer that declares doors is single-device code:
@@ -41,7 +41,8 @@ OWN = DoorKind("own", "tp", "", "")
 
 
 class Door:
-    """A named door. `width`: elements a token that pass; `floats`: at least float32 whatever the compute dtype."""
+    """A named door. `width`: elements per token that pass; `floats`: pass at least float32, whatever the compute
+    dtype."""
 
     def __init__(self, kind: DoorKind, width: int, *, floats: bool = False) -> None:
         self.kind, self.width, self.floats = kind, width, floats
@@ -88,8 +89,8 @@ class ScatterVision:
     """The door of a vision tower: rows of the frames that this rank ran -> rows for its own tokens.
 
     Frames are balanced over the cp and tp ranks of a data rank, so rows come from any of these. Both sides know all
-    sizes (vision_balance.py), so no counts are exchanged. `width`: elements of a row. `cost`: of a frame, by which
-    frames are balanced. One all-to-all when armed, and one the other way in backward.
+    sizes (vision_balance.py), so no counts are exchanged. `width`: elements of a row. `cost`: the cost of a frame, by
+    which frames are balanced. One all-to-all when armed, and one the other way in backward.
     """
 
     def __init__(self, width: int, cost: Cost) -> None:
@@ -134,11 +135,11 @@ class HeadSplit:
         return range(self.start + part * num, self.start + (part + 1) * num)
 
     def serving(self, serves: int) -> list[list[int]]:
-        """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (a kv head,
-        queries).
+        """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (kv heads
+        serve several query heads).
 
-        All ranks get equally many, so that all pieces of an exchange have one size: the last one is repeated to fill
-        up.
+        All ranks get the same number, so that all pieces of an exchange have one size: the last head is repeated to
+        fill up.
         """
         needed = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]
         most = max(map(len, needed))
@@ -182,7 +183,7 @@ class Swap:
         return self.deal.heads(self.part)
 
     def widths(self, deal: HeadSplit) -> tuple[int, int]:
-        """Return the elements a token that one rank receives, and that it returns."""
+        """Return the elements per token that one rank receives, and those that it returns."""
         received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.inputs)
         return received, len(deal.heads(0)) * self.width
 
@@ -245,7 +246,7 @@ class Lookup:
 
     `rows`: how many rows each own token looks up, each `width` wide. `table`: the attribute of the same module that
     holds the parameter. When armed: three all-to-alls, for counts, row numbers and rows, and one in backward where the
-    table is trained. Whoever passes it keeps the rows for backward, so it is never passed again.
+    table is trained. The layer keeps the rows for backward, so recomputation never passes the door again.
     """
 
     def __init__(self, rows: int, width: int, table: str = "table") -> None:
@@ -266,7 +267,7 @@ def look_up(table_RW: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_run(numbers: Sequence[int]) -> bool:
-    """Tell whether the numbers are consecutive."""
+    """Return whether the numbers are consecutive."""
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 

@@ -21,8 +21,8 @@ CODES = ", the experts of rows"
 class Hop:
     """One exchange among `size` ranks over `axes`, each responsible for its share of `num_experts`.
 
-    `at`: its name, for errors and the bill. `places`: into how many shares the experts of the layer are divided after
-    it.
+    `at`: its name, for errors and the bill. `places`: the number of shares into which the hop divides the experts of
+    the layer.
     """
 
     at: str
@@ -37,7 +37,7 @@ class Hop:
 
 
 def divides(token_once: bool | int, ep: int) -> bool:
-    """Tell whether nodes of `token_once` ranks divide `ep`, or one node holds all of it."""
+    """Return whether nodes of `token_once` ranks divide `ep`, or one node holds all of it."""
     per_node = max(1, token_once)
     return ep % per_node == 0 or per_node % ep == 0
 

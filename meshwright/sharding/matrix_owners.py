@@ -1,9 +1,9 @@
-"""Which matrices a parameter is made of, which rank computes each one, and what travels for that. Pure arithmetic.
+"""Plan whole-matrix updates (Muon): which rank computes each matrix, and what ranks exchange. Pure arithmetic.
 
 An optimizer such as Muon (arXiv 2502.16982) updates whole matrices, and ranks store rows (decision 0002). So each
 matrix has one owner among the ranks that store some of it. An all-to-all of a bucket of matrices brings the other parts
-to the owners, and a second one brings the results back. One rank computes a matrix in one call, so its bits depend on
-no mesh.
+to the owners, and a second one brings the results back. One rank computes a matrix in one call, so its bits do not
+depend on the mesh.
 
 All ranks of a stage compute the same plan, which the bill charges for and `optim/whole_matrices.py` executes.
 """
@@ -73,7 +73,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together. `own`: the indices of those that this rank computes."""
+    """Matrices that are exchanged together. `own`: the indices of those that this rank computes."""
 
     own: tuple[int, ...]
     to_owners: Exchange
@@ -102,7 +102,7 @@ def boxes_of_matrices(param: Param, by_head: bool = False) -> Iterator[Box]:
 class MatrixPlan:
     """The matrices of some parameters of a stage, their owners, and the exchanges of one rank.
 
-    `params`: the same on all ranks of the stage, in the same order.
+    `params` must be the same on all ranks of the stage, in the same order.
     """
 
     def __init__(self, params: Sequence[Param], rules: Rules, axes: Axes, rank: int, *, by_head: bool = False) -> None:
@@ -130,12 +130,12 @@ class MatrixPlan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the matrices that travel, in buckets: equally many on all ranks."""
+        """Return the matrices that are exchanged, in buckets. All ranks have the same number of buckets."""
         return [self._bucket(some) for some in self._in_buckets]
 
     @cached_property
     def _in_buckets(self) -> list[list[int]]:
-        """Divide the matrices that travel into buckets of about `_BUCKET` elements a rank.
+        """Divide the matrices that are exchanged into buckets of about `_BUCKET` elements per rank.
 
         A bucket is computed while the next one travels, so each should keep all owners busy. It is made of waves: the
         costliest matrix of each owner, then the second costliest of each.
@@ -219,7 +219,8 @@ def _held(param: Param, rules: Rules, axes: Axes, group: Sequence[int], by_head:
 
 def _owners(matrices: Sequence[Matrix]) -> list[int]:
     """Return the rank that computes each matrix: costly matrices first, each to the candidate with the least work, then
-    to who stores most of it, then to the lowest rank. Nothing else may decide: all ranks must find the same owner."""
+    to the rank that stores most of it, then to the lowest rank. Nothing else may decide: all ranks must find the same
+    owner."""
     work, owner = defaultdict[int, int](int), [0] * len(matrices)
     for at in sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at)):
         stored = defaultdict[int, int](int)

@@ -23,7 +23,7 @@ from .boxes import Box, check_tiling
 
 
 class Block(NamedTuple):  # a large model has 100,000 of them, see Box
-    """A box of ours and the box of a source tensor with the same elements in the same row-major order.
+    """A box of our parameter and the box of a source tensor with the same elements in the same row-major order.
 
     With `turned`, the order is that of the source with its last two dims exchanged.
     """
@@ -94,8 +94,8 @@ class Param:
     by_rows: bool = False  # a table whose rows are spread over the ranks of a stage, and looked up by all-to-alls
     trains: str = ALWAYS
     steep: bool = False  # its gradient comes through a function so steep that rounding moves it far
-    # The dims by which it is several matrices, with the sizes of their parts ({}: it is one), for optimizers such as
-    # Muon that update whole matrices. None: it is no matrix (an embedding, a norm, a convolution).
+    # The dims that divide it into several matrices, with the sizes of their parts ({}: it is one), for optimizers such
+    # as Muon that update whole matrices. None: it is no matrix (an embedding, a norm, a convolution).
     matrices: Mapping[str, tuple[int, ...]] | None = None
     name: str = ""
     layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
@@ -116,7 +116,7 @@ class Param:
 
     @property
     def in_fsdp(self) -> bool:
-        """Tell whether FSDP gathers it: neither what it would round, nor tables, since a token needs a few rows."""
+        """Return whether FSDP gathers it: not float32 parameters, which it would round, nor tables."""
         return not (self.float32 or self.by_rows)
 
     @property
@@ -192,8 +192,8 @@ def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") ->
 def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequence[int]) -> Layout:
     """Return the layout of a source with whole segments one after the other (`[all Q | all K | all V]`).
 
-    Ours has them side by side in dim 1, per key head: so one cut of dim 0 gives a tp rank its q, k and v. `cuts` are
-    the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
+    Our matrix has them side by side in dim 1, per key head, so one cut of dim 0 gives a tp rank its q, k and v. `cuts`
+    are the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
     """
     blocks, at, row = [], 0, 0
     for cut in cuts:
@@ -221,7 +221,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Table:
-    """All declarations of a model by name, and which keys of its files are neither declared nor lost."""
+    """All declarations of a model by name, and the undeclared keys of its files that are carried along."""
 
     params: Mapping[str, Param]
     carried: tuple[str, ...] = ()  # patterns of keys that are copied byte for byte and not trained

@@ -79,7 +79,7 @@ class Rules:
 
 
 def _reaches_all(size: int, parts: int) -> bool:
-    """Tell whether the last of `parts` gets something."""
+    """Return whether the last of `parts` gets something."""
     return chunk(size, parts, parts - 1)[0] < size
 
 
@@ -116,19 +116,20 @@ class ShardingSpec:
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
 
     def holds(self, pp: int) -> bool:
-        """Tell whether units are gathered and reduced once a step because the pipeline holds them (`Pipeline.hold`)."""
+        """Return whether units are gathered and reduced once a step because the pipeline holds them
+        (`Pipeline.hold`)."""
         return pp > 1 and bool(self.recipe.pipeline.hold)
 
     def gathers_once(self, pp: int) -> bool:
-        """Tell whether parameters are gathered once a step."""
+        """Return whether parameters are gathered once a step."""
         return self.recipe.memory.gather_once or self.holds(pp)
 
     def sums_once(self, pp: int) -> bool:
-        """Tell whether gradients are reduced once a step."""
+        """Return whether gradients are reduced once a step."""
         return self.recipe.memory.sum_once or self.holds(pp)
 
     def sends_narrow(self, pp: int) -> bool:
-        """Tell whether gradients are sent in the compute dtype.
+        """Return whether gradients are sent in the compute dtype.
 
         Never after several micro-batches were accumulated: bfloat16 would round away what float32 has added up.
         """
@@ -140,8 +141,8 @@ class ShardingSpec:
         return {line.rank_of(stage) for stage in stages_of_param(param, line)}
 
     def with_table(self, table: Table, pp: int) -> ShardingSpec:
-        """Return the spec with another table, whose parameters lie where those of this one do: additions move
-        no stage.
+        """Return the spec with another table. Its parameters keep their places: additions do not move the ends of
+        stages.
         """
         out = replace(self, table=table)
         out._lines[pp] = self.line(pp)
@@ -298,7 +299,7 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
 
 
 def shape_before_fsdp(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of what FSDP is given of a parameter to shard, or leaves as it is."""
+    """Return the local shape of a parameter that FSDP shards or, if it is kept out of FSDP, as it is stored."""
     own = piece(param, rules, axes, coords)
     return matrix_shape(param, own.box.shape) if param.in_fsdp else own.shape
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: 1F1B, interleaved 1F1B, zero bubble (ZB-H1) and V (ZB-V). None runs.
+"""Pipeline schedules as lists of actions: 1F1B, interleaved 1F1B, zero bubble (ZB-H1) and V (ZB-V).
 
 A schedule is a list of actions for each rank of the axis pp: forward and backward of micro-batches through stages. As
 data it can be examined before any process starts: whether it deadlocks, how long ranks wait (the bubble), how many
@@ -77,13 +77,14 @@ def needs(line: Line, action: Action) -> Iterator[Action]:
 
 
 def one_f_one_b(line: Line, num_batches: int, trained_from: int = 0) -> Orders:
-    """Alternate forwards and backwards (1F1B): a rank keeps at most as many micro-batches as stages are left from it.
+    """Alternate forwards and backwards (1F1B): a rank keeps at most as many micro-batches as there are stages from it
+    on.
 
     GPipe (all forwards first) has the same bubble of (pp - 1) / (m + pp - 1) for m micro-batches, but keeps all m.
 
-    With several stages a rank it is Megatron's interleaved schedule (arXiv 2104.04473): micro-batches go in groups of
-    pp through the first stage of each rank, then through the second. The bubble shrinks by the number of stages a rank,
-    which sends as many times more.
+    With several stages per rank it is Megatron's interleaved schedule (arXiv 2104.04473): micro-batches go in groups of
+    pp through the first stage of each rank, then through the second. The number of stages per rank divides the bubble,
+    and multiplies what a rank sends.
     """
     _check(line, num_batches, trained_from)
     if line.turn:
@@ -106,7 +107,7 @@ def _one_f_one_b_of_rank(line: Line, rank: int, num_batches: int) -> list[Action
     forward = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]
     backward = [Action(BACKWARD, stage, m) for group in groups for stage in reversed(stages) for m in group]
     # Warm up until the first micro-batch has passed the last stage and its gradient can be back. Interleaved, this is
-    # Megatron's 2 (pp - rank - 1) + (stages a rank - 1) pp.
+    # Megatron's 2 (pp - rank - 1) + (stages per rank - 1) pp.
     num_warmup = pp - 1 - rank if len(stages) == 1 else 2 * (pp - 1 - rank) + (len(stages) - 1) * pp
     steady = [action for pair in zip(forward[num_warmup:], backward, strict=False) for action in pair]
     return forward[:num_warmup] + steady + backward[len(forward[num_warmup:]) :]
@@ -115,8 +116,8 @@ def _one_f_one_b_of_rank(line: Line, rank: int, num_batches: int) -> list[Action
 def zero_bubble(line: Line, num_batches: int, trained_from: int = 0) -> Orders:
     """ZB-H1 (arXiv 2401.10241): 1F1B with split backwards, whose weight halves are delayed into the cool-down bubble.
 
-    Rank r delays r micro-batches: as many as it keeps fewer than rank 0. So no rank exceeds the memory of rank 0, and
-    the bubble is about a third of that of 1F1B.
+    Rank r delays the weight halves of r micro-batches, because it keeps r fewer of them than rank 0. So no rank exceeds
+    the memory of rank 0, and the bubble is about a third of that of 1F1B.
     """
     return [_defer_weights(order, rank) for rank, order in enumerate(one_f_one_b(line, num_batches, trained_from))]
 
@@ -139,14 +140,14 @@ def v_schedule(line: Line, num_batches: int, trained_from: int = 0, most: int | 
     """Schedule a V of stages greedily, with split backwards: ZB-V (arXiv 2401.10241, 2405.15362).
 
     Stages descend to the last rank and come back up: rank r holds the stages r and 2 pp - 1 - r. A micro-batch that it
-    keeps long in one is brief in the other, so all ranks keep equally many. `most`: how many pairs of stage and
-    micro-batch a rank may keep. The default, `2 * pp`, is what rank 0 keeps in 1F1B, since stages are half as long.
-    Less saves memory and costs time.
+    keeps long in one is brief in the other, so all ranks keep the same number. `most`: how many pairs of stage and
+    micro-batch a rank may keep. The default, `2 * pp`, is what rank 0 keeps in 1F1B, since stages are half as long. A
+    smaller number saves memory and costs time.
     """
     _check(line, num_batches, trained_from)
     if not line.turn:
         raise ConfigError(
-            "the schedule v needs stages that go there and back (a V); give a line of 2 stages a rank with turn=True"
+            "the schedule v needs stages that go there and back (a V); give a line of 2 stages per rank with turn=True"
         )
     most = 2 * line.pp if most is None else most
     if most < line.stages_a_rank:
@@ -200,7 +201,7 @@ def _greedy(line: Line, num_batches: int, kinds: tuple[str, ...], most: float) -
 
 
 def _has_room(line: Line, action: Action, kept: Counter[int], most: float) -> bool:
-    """Tell whether a rank may start a forward without exceeding `most`.
+    """Return whether a rank may start a forward without exceeding `most`.
 
     Each later stage of the rank has one place reserved. Otherwise forwards of the first stage could fill the rank, and
     no micro-batch would ever come back to free a place.

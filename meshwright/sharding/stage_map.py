@@ -15,7 +15,7 @@ class Line:
     """Stage s has the layers from `ends[s - 1]` up to `ends[s]`; stage s is on rank `s % pp`.
 
     With `turn` the stages form a V: rank r holds the stages r and `2 * pp - 1 - r`. A micro-batch that a rank keeps
-    long in one of them is brief in the other, so all ranks keep equally many activations.
+    long in one of them is brief in the other, so all ranks keep the same amount of activations.
     """
 
     pp: int
@@ -74,9 +74,9 @@ class Line:
 def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return where stages end so that the most expensive one is as cheap as possible, since all others wait for it.
 
-    `costs`: of each layer. `first`, `last`: what the embedding and the head add. Among equally good cuts it takes the
-    one that gives early stages less, because they keep the activations of the most micro-batches (dynamic programming
-    over stages; ties compare the tuples of ends).
+    `costs`: the cost of each layer. `first`, `last`: the costs of the embedding and the head. Among equally good cuts
+    it takes the one that gives early stages less, because they keep the activations of the most micro-batches (dynamic
+    programming over stages; ties compare the tuples of ends).
     """
     if not 1 <= num_stages <= len(costs):
         raise MeshError(

@@ -40,8 +40,8 @@ StateBytes = Callable[[Param, Sequence[int]], int]  # of all optimizer state of 
 class Held:
     """Tensors that a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
-    `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: those that are stored,
-    and gathered, as codes in 8 or 4 bits. `low`: those that are only gathered so, in FP8.
+    `narrow`: bytes per element of parameters that are stored narrower than the others. `numbers`: parameters that are
+    stored and gathered as codes in 8 or 4 bits. `low`: parameters that are only gathered as codes, in FP8.
     """
 
     widths: Widths
@@ -98,7 +98,7 @@ def narrow_bytes(spec: ShardingSpec, axes: Axes, unit: Unit, compute: int, store
 def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[Stored]:
     """Yield what is held only for a while: gathered parameters and gradients in flight.
 
-    Gathered at once are the units that stay gathered and the two largest others, since FSDP prefetches one. A unit has
+    The units that stay gathered and the two largest others are gathered at once, since FSDP prefetches one. A unit has
     its gradients before its reduce-scatter, and in a buffer for it. Where replicas are summed before gradients go to
     the host, gradients of all units wait on the device for the last micro-batch.
     """
@@ -144,7 +144,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
 def _quantised_bytes(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], held: Held) -> int:
     """Return the bytes of the codes that a rank keeps from the first matmul of a step to the last, of its own rows.
 
-    Scales of whole matrices too; those of what is gathered count as gathered.
+    They include the scales of whole matrices; scales of gathered weights count as gathered.
     """
     names = quantised_once(spec, axes, unit, held.trained)
     is_whole = prod(axes.sizes(unit.shard)) == 1
@@ -153,7 +153,7 @@ def _quantised_bytes(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping
 
 
 def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:
-    """Return a few ranks, among which are one that stores most and one that stores least, of each parameter and of all.
+    """Return a few ranks that include one that stores most and one that stores least, of each parameter and of all.
 
     The first rank of a position on pp has the first part of everything, and first parts are the largest (`chunk`), so
     it stores most.

@@ -22,7 +22,7 @@ Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 class BatchFields:
     """Adds the fields of an objective to the batches of a step.
 
-    `key`: what they depend on, apart from the batches; a resumed run must have the same.
+    `key`: what the fields depend on, apart from the batches; a resumed run must have the same key.
     """
 
     def __init__(self, config: Config, mesh: Mesh, directory: Path) -> None:
@@ -44,15 +44,15 @@ class BatchFields:
             self._answers = answer_ids(RowReader.of(config, directory, path_of(config.cache)))
 
     def score(self, sets: Sequence[TrainingData]) -> None:
-        """Compute the scores of a teacher that the run keeps in files and lacks, before the model is loaded. The
-        teacher is freed after it. Collective."""
+        """Compute the teacher scores that the run stores in files and that are missing, before the model is loaded.
+        Free the teacher afterwards. Collective."""
         if self._scores is not None or self._files is not None:
             check_no_pictures(sets)
         if self._files is not None:
             self._scores = self._files.scored(sets)
 
     def of(self, model: Model) -> Prepare:
-        """Return the function that adds them, for a model. It is collective for a teacher on the mesh."""
+        """Return the function that adds the fields, for a model. It is collective for a teacher on the mesh."""
         if self._teacher is not None:
             check_vocabularies(self._teacher, model)
         if isinstance(self._objective, Distill):

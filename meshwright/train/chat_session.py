@@ -40,7 +40,7 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: only the system message stays."""
+        """Start over: only the system message stays."""
         self.messages, self.shown = _system_message(self.system), []
 
     def show(self, path: str) -> None:
@@ -51,7 +51,7 @@ class ChatSession:
         self.shown.append(path)
 
     def answers(self, text: str) -> Generator[str]:
-        """Ask, and yield the answer piece by piece. What was said is kept, also if the caller stops early."""
+        """Ask a question, and yield the answer piece by piece. The history keeps it even if the caller stops early."""
         content = [*({"type": "image", "image": path} for path in self.shown), {"type": "text", "text": text}]
         messages = [*self.messages, {"role": "user", "content": content if self.shown else text}]
         request, said = self.chat.request(messages), list[int]()
@@ -119,7 +119,8 @@ def open_chat(where: str, decoding: Decoding, *, system: str = "", thinking: boo
 
 
 def _source_of(trained: TrainedModel, thinking: bool | None) -> SourceSection:
-    """Return the first source of chats of the run, else the template of the tokenizer. Paths start where you are."""
+    """Return the first source of chats of the run, else the template of the tokenizer. Relative paths start from the
+    working directory."""
     chats = [source for source in trained.sources if source.kind == "chat"]
     source = chats[0] if chats else SourceSection(path=[])
     pictures = source.pictures.model_copy(update={"root": str(Path.cwd())})
@@ -130,7 +131,7 @@ def _source_of(trained: TrainedModel, thinking: bool | None) -> SourceSection:
 
 
 def _processor(trained: TrainedModel, source: SourceSection) -> Processor | None:
-    """Return what reads pictures, None if the model takes none."""
+    """Return the processor of pictures, None if the model takes none."""
     return RowReader(trained.directory, Path(), trained.can_see).processor(source)
 
 

@@ -102,7 +102,7 @@ class PicturesSection(Section):
 
 
 class SourceSection(Section):
-    """Where documents come from, and which of their tokens are trained on."""
+    """The source of documents, and which of their tokens are trained on."""
 
     path: Annotated[str | list[str], FREE]
     """A file (.jsonl, .parquet, .txt, .md, or a .json that is a list of rows), a directory of them (without .json), a
@@ -122,7 +122,7 @@ class SourceSection(Section):
     thinking: Literal["auto"] | bool = "auto"
     """Enable thinking in prompts; "auto": for the turns that think."""
     turns: Literal["each", "last", "joined"] = "each"
-    """Which assistant turns are trained on. "joined" renders a chat once, with the generation marks of its template."""
+    """The assistant turns to train on. "joined" renders a chat once, with the generation marks of its template."""
     template: Annotated[str, FREE] = ""
     """A file with a chat template, to replace the tokenizer's."""
     template_args: dict[str, JsonValue] = {}
@@ -248,7 +248,7 @@ class EvalSection(SourceSection):
     """Held-out data to evaluate on."""
 
     path: str | list[str] = ""
-    """As in [[data]]; without a path nothing is evaluated."""
+    """A source as in [[data]]; without a path nothing is evaluated."""
     every: Positive = 100
     """Steps between two evaluations; one more runs at the end."""
     sets: list[HeldOutSection] = []
@@ -292,7 +292,7 @@ class SampleSection(Section):
 
 
 class LogSection(Section):
-    """Where metrics go, in addition to OUT/metrics.jsonl and the terminal."""
+    """Destinations of metrics, in addition to OUT/metrics.jsonl and the terminal."""
 
     every: Positive = 1
     """Steps between two lines on the terminal; metrics.jsonl has every step."""
@@ -339,7 +339,7 @@ class Config(Section):
     """auto: resume from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a slash: start from
     that checkpoint if OUT has none. To load only its weights, pass it as `model`."""
     cache: str = "~/.cache/meshwright"
-    """Where tokenised data is cached, for all runs of a machine."""
+    """The cache of tokenised data, which all runs of a machine share."""
     mesh: MeshSection = MeshSection()
     pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()

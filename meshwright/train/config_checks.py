@@ -1,4 +1,4 @@
-"""Checks of fields against each other, which pydantic's checks of single fields cannot make.
+"""Check the fields of a run file against each other, which pydantic's checks of single fields cannot do.
 
 Each function checks one topic and yields mistakes: the path of the field to change, and a sentence that ends with the
 fix. Nothing is raised, so that all mistakes of a file come in one message. The checks are pure arithmetic on the

@@ -37,7 +37,7 @@ class DistillSection(section_from(Distill)):  # type: ignore[misc]  # the fields
     teacher: Annotated[str, FIXED] = ""
     """The teacher: a directory or a hub id, with the tokenizer of the model. It runs on the same mesh, frozen."""
     scores: Annotated[str, FIXED] = ""
-    """A directory with stored scores of a teacher. With `teacher` the run first computes those that lack."""
+    """A directory with stored scores of a teacher. With `teacher` the run first computes missing ones."""
 
 
 class EmbeddingSection(section_from(Embedding)):  # type: ignore[misc]  # the fields are those of the dataclass

@@ -1,4 +1,4 @@
-"""The parts that the schema of a run file is made of: strict sections, the mark of fixed fields, constrained types."""
+"""Building blocks of the run file's schema: strict sections, the mark of fixed fields, constrained types."""
 
 from __future__ import annotations
 

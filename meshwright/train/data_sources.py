@@ -94,7 +94,7 @@ class RowReader:
 
     @property
     def rows_key(self) -> str:
-        """Whatever of the objective changes the documents, for the key of the token cache."""
+        """The settings of the objective that change documents, for the key of the token cache."""
         match self.objective:
             case Classify():
                 return f"labelled {self.label_names}"
@@ -138,7 +138,7 @@ def _as_it_is(document: Tokens) -> Tokens:
     return document  # not a lambda: it is pickled for the processes that tokenise
 
 
-# What becomes of each document of a pair.
+# The function that makes each document of a pair.
 _PAIRS: Mapping[str, Callable[[Tokens], Tokens]] = {"pairs": _as_it_is, "scored_pairs": scored}
 
 
@@ -220,7 +220,7 @@ def _is_of_hub(path: str) -> bool:
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
     """Return the names of sources for messages and metrics.
 
-    It is `name`, else the last part of the path, else the whole path if two sources share that part.
+    A name is `name`, else the last part of the path, else the whole path if two sources share that part.
     """
     paths = [[s.path] if isinstance(s.path, str) else s.path for s in sections]
     short = [s.name or Path(each[0]).name for s, each in zip(sections, paths, strict=True)]
@@ -347,7 +347,7 @@ def _chat(
 
 
 def chat_of(section: SourceSection, directory: Path, tokenizer: Any, processor: Processor | None = None) -> Chat:
-    """Return what formats chats as the rows of a source are formatted."""
+    """Return the `Chat` that formats conversations like the rows of a source."""
     return _chat(section, directory, tokenizer, read_template(section.template), processor)
 
 
@@ -373,7 +373,7 @@ def model_directory(model: str) -> Path:
 
 
 def check_tokenizers(other: Path, own: Path, what: str) -> None:
-    """Refuse another model whose tokens mean other words. `what`: the field that names it."""
+    """Refuse another model with another tokenizer. `what`: the field that names the model."""
     vocabularies = [tokenizer_of(each, "take a model that has one").get_vocab() for each in (other, own)]
     if vocabularies[0] != vocabularies[1]:
         differ = {word for word, number in vocabularies[0].items() if vocabularies[1].get(word) != number}
@@ -478,7 +478,7 @@ def _held_out_set(section: SourceSection, length: int, reader: RowReader) -> Tra
 def batches_of(data: TrainingData, mesh: Mesh) -> Sequence[Batch]:
     """Return the batches of this data rank for an evaluation.
 
-    All data ranks need equally many, as they run the same collectives. The last one may be all padding, which adds
+    All data ranks need the same number, as they run the same collectives. The last one may be all padding, which adds
     nothing to the loss.
     """
     feed = data.feed(mesh, micro_batches=1)

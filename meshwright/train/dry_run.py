@@ -54,7 +54,7 @@ def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingD
 
 
 def _teacher_lines(config: Config, data: TrainingData, held_out: Mapping[str, TrainingData]) -> Iterator[str]:
-    """Yield what a run does that keeps the scores of its teacher. Stored ones that do not fit are refused."""
+    """Yield which scores of the teacher a run will compute. Refuse stored scores that do not fit."""
     section, objective = config.distill, config.objective_options
     if section is None or not isinstance(objective, Distill) or not (section.teacher and section.scores):
         return
@@ -96,7 +96,7 @@ def shown(
 ) -> Iterator[Text]:  # fmt: skip
     """Yield `num` documents of each source, evenly spaced; trained tokens are green, and in brackets for plain text.
 
-    `names`: of the labels at last tokens.
+    `names`: the names of the labels at last tokens.
     """
     spell = _speller(directory)
     for documents in data.documents:

@@ -1,4 +1,4 @@
-"""Why a run failed: the rank that failed first, its message, and its log.
+"""Find why a run failed: the rank that failed first, its message, and its log.
 
 When one rank fails, all others fail soon after: their collectives break, or the launcher ends them. The last lines on
 the terminal are then those of a healthy rank. So each rank records its own failure in a file (the protocol of

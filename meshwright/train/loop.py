@@ -1,9 +1,9 @@
 """The training loop: steps, and between them evaluation, samples, checkpoints and metrics.
 
-The loop ends with the data, at a time limit, by early stopping, or after a signal. Every rank runs it and must take
-the same branches: most of what happens between steps is collective, and a rank that went another way would leave the
-others waiting. So whatever one rank alone can know (a signal, the clock, a file) is exchanged before it decides
-anything.
+The loop ends with the data, at a time limit, by early stopping, or after a signal. Every rank runs it and must take the
+same branches: most of what happens between steps is collective, and a rank that took another branch would leave the
+others waiting. So whatever one rank alone can know (a signal, the clock, a file) is exchanged before any decision
+depends on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step_metrics import BySource, Measured, Reading, gather_readings, squares_
 
 BEST = "best"
 EARLY = "early stopping"
-_SKIPS_IN_A_ROW = 3  # that many are no outlier: the run has diverged
+_SKIPS_IN_A_ROW = 3  # this many are no outlier: the run has diverged
 _EXPERT_LOAD_EVERY = 10  # steps between two records of the load of every expert, layers x experts numbers
 
 

@@ -1,7 +1,7 @@
 """Metrics of a run and where they go: metrics.jsonl, the terminal, TensorBoard, Weights & Biases.
 
 Rank 0 alone writes them. metrics.jsonl is the record: the live view, `meshwright report` and a resumed run read it.
-Services of others may fail at any time, so their sinks are guarded: they can lose metrics, never a run.
+External services may fail at any time, so their sinks are guarded: a failure loses metrics, never the run.
 """
 
 from __future__ import annotations

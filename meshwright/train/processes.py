@@ -3,8 +3,9 @@
 They rendezvous at a TCP store in the launcher, which listens on loopback only, as the ranks do: no other machine can
 reach them. torch's elastic launcher listens on all interfaces and unpickles the state of its rendezvous.
 
-When a rank fails, the others get some seconds before they are killed. They need them to notice the broken collective,
-to find out which rank is lost (`watch/diagnosis.py`) and to write that down; a kill at once would destroy the evidence.
+When a rank fails, the others get some seconds before they are killed. They need this time to notice the broken
+collective, to find out which rank is lost (`watch/diagnosis.py`) and to write that down; a kill at once would destroy
+the evidence.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Ended:
 
 @dataclass
 class _Ranks:
-    """Processes by rank. `codes`: exit code and time of each that was not killed by `kill`. `folder`: of their logs."""
+    """Processes by rank. `codes`: exit code and time of each that `kill` did not kill. `folder`: the folder of their
+    logs."""
 
     folder: Path
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)

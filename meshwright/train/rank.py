@@ -1,8 +1,8 @@
 """A run as one rank under a launcher, ours or torchrun: its log, the record of its failure, and signals.
 
-A rank must never end silently and never outlive its launcher. Its failure goes to the error file (`failure.py`), and
-on Linux the kernel kills it when its launcher dies. Signals (Ctrl-C, a scheduler's SIGTERM) end a run after the step,
-saved; a second one ends it at once.
+A rank must never end silently and never outlive its launcher. Its failure goes to the error file (`failure.py`), and on
+Linux the kernel kills it when its launcher dies. Signals (Ctrl-C, a scheduler's SIGTERM) end a run after the current
+step and a save; a second one ends it at once.
 """
 
 from __future__ import annotations

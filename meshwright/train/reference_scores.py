@@ -1,8 +1,8 @@
-"""Log-probabilities of whole documents under a reference model: computed once, on any mesh, and kept with the tokens.
+"""Log-probabilities of whole documents under a reference model: computed once, on any mesh, and cached like the tokens.
 
-The key names the reference's weights (a checksum of every byte), the documents, and the dtype. A score that was made by
-other weights or of other tokens is thus never taken. Scores are written by chunks of 256 streams of a plan that does
-not depend on the mesh: a run that is killed goes on at the next chunk, on any number of ranks.
+The key names the reference's weights (a checksum of every byte), the documents, and the dtype. So a score of other
+weights or other tokens is never used. Scores are written in chunks of 256 streams, of a plan that does not depend on
+the mesh: a killed run continues at the next chunk, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reference:
         return f"{self.weights} {numerics} {recipe.train if recipe.frozen else ''}"
 
     def load(self, mesh: Mesh) -> Model:
-        """Load it, frozen."""
+        """Load the reference model, frozen."""
         return load(self.directory, mesh, **vars(self.recipe))
 
 
@@ -84,7 +84,7 @@ class ReferenceScores:
         self.micro_batches = micro_batches
 
     def stored(self, documents: Documents) -> tuple[Plan, Scores, list[int]]:
-        """Return the plan that scores documents, their scores so far, and the chunks that lack. Collective.
+        """Return the plan that scores documents, their scores so far, and the missing chunks. Collective.
 
         Rank 0 alone looks at the folder: hosts may not share it.
         """
@@ -103,7 +103,7 @@ class ReferenceScores:
         return plan, scores, [n for n in chunks if n not in known]
 
     def score(self, documents: Documents, model: Model, processor: Processor | None) -> Scores:
-        """Return the scores of all documents; compute and keep those that lack. Collective."""
+        """Return the scores of all documents; compute and store missing ones. Collective."""
         plan, scores, lacking = self.stored(documents)
         feed = Feed(
             [documents], plan, micro_batches=self.micro_batches, rank=self.mesh.data_rank,
@@ -121,14 +121,14 @@ class ReferenceScores:
         return scores
 
     def _check_complete(self, documents: Documents, scores: Scores) -> None:
-        """Refuse scores that lack a document which a batch may have."""
+        """Refuse scores in which a document of a batch may be missing."""
         is_used = (documents.lengths >= 2) & (documents.lengths <= self.length)
         is_part = np.arange(scores.shape[1]) < documents.num_parts[:, None]
         lacking = np.flatnonzero((np.isnan(scores) & is_part & is_used[:, None]).any(1))
         if len(lacking):
             raise DataError(
-                f"the reference scores of {counted(len(lacking), 'row')} lack, the first is that of "
-                f"{documents.place(int(lacking[0]))}; remove {self.folder}, and they are computed anew"
+                f"the reference scores of {counted(len(lacking), 'row')} are missing, first that of "
+                f"{documents.place(int(lacking[0]))}; remove {self.folder} to compute them again"
             )
 
     def _score_chunk(self, feed: Feed, model: Model, chunk: int) -> Scores:
@@ -185,7 +185,7 @@ def _read(file: Path) -> Scores | None:
     content = file.read_bytes()
     digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_128_digest(data):
-        logger.warning("computing reference scores anew: %s fails its checksum", file)
+        logger.warning("computing reference scores again: %s fails its checksum", file)
         return None
     return np.frombuffer(data, dtype="<f8").reshape(-1, 3)
 
@@ -202,8 +202,8 @@ def _write(file: Path, rows: Scores) -> None:
 class WithReference:
     """Adds the scores of the reference model to the data of a run, if its objective asks for them.
 
-    The model itself is the reference unless `dpo.reference` names another, which is loaded before the model and freed:
-    so memory never holds both.
+    The model itself is the reference unless `dpo.reference` names another one. That one is loaded, scores, and is freed
+    before the model is loaded, so memory never holds both.
     """
 
     def __init__(self, config: Config, mesh: Mesh, sets: Sequence[TrainingData], cache: Path) -> None:

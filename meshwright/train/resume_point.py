@@ -1,8 +1,8 @@
-"""Where to resume: from the run's newest checkpoint, if the run is still the same.
+"""Find the checkpoint that a run resumes from, and refuse to resume a run that has changed.
 
-"The same" means that config fields marked `Fixed` are unchanged, and that the packing plan has the same fingerprint.
-Otherwise a resumed run would skip documents or read some twice, and its loss curve would not show it. The mesh may
-change: the order of documents does not depend on it (docs/resume.md).
+Config fields marked `Fixed` and the fingerprint of the packing plan must not change. Otherwise a resumed run would skip
+documents or read some twice, and its loss curve would not show it. The mesh may change: the order of documents does not
+depend on it (docs/resume.md).
 """
 
 from __future__ import annotations

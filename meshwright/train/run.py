@@ -114,7 +114,7 @@ class Trainer:
     def steps(self) -> Iterator[StepRecord | None]:
         """Train, and yield the record of each step after everything that follows it, None for a skipped step.
 
-        Signals end the run after the current step, saved.
+        A signal ends the run after the current step and a save.
         """
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
@@ -148,7 +148,8 @@ class Trainer:
 
     @property
     def _writes_adapter(self) -> bool:
-        """Whether OUT/adapter is written: for adapters alone. Other trained weights fit into a merged export only."""
+        """Return whether OUT/adapter is written: if adapters alone are trained. Other trained weights need a merged
+        export."""
         alone = all(self.model.table[name].adapter for name in self.model.trained)
         return self.config.lora is not None and (alone or not self.config.save.merged)
 

@@ -1,7 +1,7 @@
-"""Stored scores of a teacher for the data of a run: what lacks is computed once, before the student is loaded.
+"""Stored teacher scores for the data of a run: missing ones are computed once, before the student is loaded.
 
 The documents of a set are those of its packing plan. Once all of them have scores, a file `complete-KEY` says so, and
-later starts neither load the teacher nor look for documents that lack.
+later starts neither load the teacher nor look for documents without scores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def teacher_of(config: Config, directory: Path, mesh: Mesh) -> Model:
 
 
 def lacking(folder: Path, sets: Sequence[TrainingData]) -> list[TrainingData]:
-    """Return the sets that `folder` is not known to have all scores of."""
+    """Return the sets whose scores in `folder` are not known to be complete."""
     return [data for data in sets if not _mark(folder, data).is_file()]
 
 
@@ -49,7 +49,7 @@ def check_no_pictures(sets: Sequence[TrainingData]) -> None:
         if documents.num_views.any():
             raise DataError(
                 f"distill.scores: {documents.name} has pictures, and scores are stored by tokens, which do not hold "
-                "them; leave scores out, and give distill.teacher, which is then asked in each step"
+                "them; leave scores out, and give distill.teacher, which then scores each step"
             )
 
 
@@ -70,7 +70,7 @@ class TeacherFiles:
         self._together(check, "the stored scores of the teacher")
 
     def scored(self, sets: Sequence[TrainingData]) -> TeacherScores:
-        """Return the stored scores, after computing those that lack. Collective."""
+        """Return the stored scores, after computing missing ones. Collective."""
         numbers = [n for n, data in enumerate(sets) if lacking(self._folder, [data])]
         to_score = [sets[n] for n in self._mesh.broadcast_object(numbers)]  # rank 0 looks: others may see files later
         if to_score:

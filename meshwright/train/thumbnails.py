@@ -1,6 +1,6 @@
 """Thumbnails of the pictures that a run trains on, in OUT/pictures.json.
 
-The report takes them from there: it may be made where the data are not.
+The report reads them from there, because it may be made on a machine without the data.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from .data_sources import model_directory
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Where a model and its tokenizer are, and the run that it is of, if any.
+    """The location of a model and its tokenizer, and the run that trained it, if any.
 
     `where`: a checkpoint, a Hugging Face directory or a hub id. `base`: the model that adapters are added to, else the
     same as `where`.

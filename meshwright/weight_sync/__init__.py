@@ -1,8 +1,8 @@
-"""Carry weights from a training engine to processes outside of its mesh, and receive them there.
+"""Sync weights from a trainer to inference processes outside its mesh, by broadcast or shared memory.
 
-A stream is an iterator of (name, tensor), such as `mw.stream` yields. Two carriers: any process group that contains the
-sender and its receivers (`send_to_group`), and shared memory between processes of one host (`send_to_process`). The
-third is a directory: `mw.export`, which appears whole or not at all. Receivers need no mesh and no model.
+A stream is an iterator of (name, tensor), such as `mw.stream` yields. `send_to_group` sends it over any process group
+that contains the sender and its receivers, and `send_to_process` through shared memory between processes of one host.
+Receivers need no mesh and no model. The third way is a directory of `mw.export`, which appears whole or not at all.
 """
 
 from .deltas import apply_delta

@@ -35,8 +35,8 @@ def num_buckets(specs: Sequence[TensorSpec], size: int) -> int:
 def fill(stream: Stream, specs: Sequence[TensorSpec], bucket: Tensor) -> Iterator[int]:
     """Fill a bucket again and again. Yield how many bytes it holds; it is overwritten when the next item is asked for.
 
-    Each tensor is compared with its spec. The last bucket is yielded after the stream has ended: whatever it raises,
-    some receiver still waits, and can be sent an error.
+    Each tensor is compared with its spec. The last bucket is yielded after the stream has ended. So if the stream
+    raises, receivers are still waiting, and can be sent the error.
     """
     used, tensors = 0, iter(stream)
     for spec in specs:
@@ -65,7 +65,7 @@ def _next(tensors: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
 def unpack(
     specs: Sequence[TensorSpec], take: Callable[[], Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream, made of the buckets that `take` returns one after the other."""
+    """Yield the tensors of a stream, assembled from the buckets that `take` returns one after the other."""
     bucket, used = take(), 0
     for spec in specs:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
@@ -85,6 +85,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def exhaust(stream: Iterable[object]) -> None:
-    """Take part in a stream to its end, for the other ranks of the mesh, and drop what it yields."""
+    """Iterate a stream to its end and drop its items, because other ranks of the mesh wait in its collectives."""
     for _ in stream:
         pass

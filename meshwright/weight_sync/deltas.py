@@ -18,7 +18,7 @@ def apply_delta(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
         )
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < tensor.numel():
         raise ConfigError(
-            f"indices from {int(indices.min())} to {int(indices.max())} leave a tensor of {tensor.numel()} elements; "
+            f"indices from {int(indices.min())} to {int(indices.max())} exceed a tensor of {tensor.numel()} elements; "
             "apply a delta to the tensor of its own name"
         )
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Broadcast weights over a process group of the caller's: one sender, which is a rank of a mesh, and its receivers.
+"""Broadcast weights over the caller's process group, from a rank of a mesh to inference processes.
 
 Such a group is made outside the mesh, with NCCL or gloo, as inference engines make it (vLLM's stateless process group,
 SGLang's update_weights_from_distributed). The first broadcast is the metadata, as JSON; then buckets follow. Every
@@ -21,7 +21,7 @@ from .buckets import Stream, bucket_size, exhaust, fill, num_buckets, unpack
 from .specs import TensorSpec, encoded, of_json, to_json
 
 _HEAD = 8  # bytes before the bucket: the length of an error message in it, else 0
-_MARK = 0x6D6573687772  # before the metadata: a receiver of another rank's message must not take it for a length
+_MARK = 0x6D6573687772  # before the metadata: a receiver with a wrong src must not take another message for a length
 _LEAST = 1024  # bytes of a bucket, so that a message fits
 
 
@@ -32,9 +32,9 @@ def send_to_group(
     """Broadcast the tensors of a stream from this process to the others of a group.
 
     All ranks of the mesh iterate a stream: those outside of the group pass `group=None`, and take part without sending.
-    `specs`: of `mw.tensor_specs` with the same arguments. `device`: where buckets lie, that of the tensors for NCCL;
-    by default the host. If a receiver is lost, the stream is exhausted before RankError is raised: other ranks of the
-    mesh are in it.
+    `specs`: from `mw.tensor_specs` with the same arguments. `device`: where buckets lie, by default on the host; for
+    NCCL, on the device of the tensors. If a receiver is lost, the stream is exhausted before RankError is raised,
+    because other ranks of the mesh wait in its collectives.
     """
     if group is None:
         exhaust(stream)
@@ -68,7 +68,7 @@ def receive_from_group(
     """Yield the (name, tensor) that `send_to_group` sends, on `device`. Each tensor owns its memory.
 
     `src`: the rank of the sender in the group, not in the world (`dist.get_group_rank(group, global_rank)`). Every
-    receiver must exhaust it.
+    receiver must exhaust the iterator.
     """
     if not 0 <= src < group.size() or src == group.rank():
         raise ConfigError(
@@ -93,7 +93,7 @@ def receive_from_group(
 
 
 def _reported(filled: Iterator[int], carrier: _Carrier, bucket: Tensor) -> Iterator[int]:
-    """Pass on the buckets of a stream. If the stream raises, the receivers learn of it in the next bucket."""
+    """Pass on the buckets of a stream. If the stream raises, the next bucket carries the error to the receivers."""
     while True:
         try:
             num = next(filled, None)
@@ -143,7 +143,7 @@ class _Carrier:
         self.broadcast(head)
         mark, length = head.view(torch.int64).tolist()
         if mark != _MARK:
-            raise RankError("what came is no stream of weights: give receive_from_group the rank of the sender (src=)")
+            raise RankError("this message is no stream of weights: give receive_from_group the sender's rank (src=)")
         data = self.empty(length)
         self.broadcast(data)
         message: dict[str, Any] = json.loads(bytes(data.tolist()))

@@ -1,7 +1,8 @@
 """Hand weights to another process of the same host through one bucket of shared memory, for colocated rollouts.
 
-A Unix socket carries the handshake, as JSON: the sender fills the bucket and says so, the receiver copies it out and
-says so, and only then is it filled again. Either one learns at once when the other dies, because the socket closes.
+A Unix socket carries the handshake, as JSON. The sender fills the bucket and says so; the receiver copies it out and
+says so; only then does the sender fill it again. If either process dies, the socket closes, so the other one notices at
+once.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def send_to_process(
 
     `address`: the path of a socket that this call makes and removes, at most about 100 characters long. `timeout_s`:
     how long to wait for the receiver to come, and then for each bucket to be taken. `device`: where the bucket lies, by
-    default on the host; on a GPU it is shared by CUDA IPC (written, but not tried on one). After an error the stream
-    is exhausted before it is raised, because the other ranks of the mesh are in it. With `mw.stream(ranks="all")` each
+    default on the host; on a GPU it is shared by CUDA IPC (not yet tested on a GPU). The stream is exhausted before an
+    error is raised, because the other ranks of the mesh wait in its collectives. With `mw.stream(ranks="all")` each
     rank can have a receiver, at an address of its own.
     """
     tensors = iter(stream)
@@ -118,7 +119,7 @@ class _Gone(Exception):
 
 
 class _Channel:
-    """Messages over a socket: the length, then JSON. And file descriptors, each with one byte."""
+    """Messages over a socket, each a length and JSON; and file descriptors, each with one byte."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -174,7 +175,7 @@ class _Channel:
 
 @contextlib.contextmanager
 def _accepted(address: str, timeout_s: float) -> Iterator[socket.socket]:
-    """Listen, and connect with the first that comes. The socket's path exists only while it waits."""
+    """Listen, and connect with the first receiver. The socket's path exists only while this call waits."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(address)
@@ -184,7 +185,7 @@ def _accepted(address: str, timeout_s: float) -> Iterator[socket.socket]:
                 "it, or choose another path, of at most about 100 characters, in a directory that exists"
             ) from None
         try:
-            os.chmod(address, 0o600)  # before listen: nobody else can connect in between
+            os.chmod(address, 0o600)  # before listen: no other user can connect in between
             listener.listen(1)
             listener.settimeout(timeout_s)
             sock, _ = listener.accept()
@@ -217,7 +218,7 @@ def _connected(address: str, timeout_s: float) -> Iterator[socket.socket]:
             time.sleep(_PAUSE)
         except OSError as error:
             sock.close()
-            raise ConfigError(f"{address} is no socket of a sender: {error}") from None
+            raise ConfigError(f"{address} is not the socket of a sender: {error}") from None
     with sock:
         sock.settimeout(timeout_s)
         yield sock

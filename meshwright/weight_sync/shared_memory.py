@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..errors import RankError
 
-_MARK_BYTES = 16  # at the start of a bucket, before anything else: proves that both see one memory
+_MARK_BYTES = 16  # at the start of a new bucket: proves that both processes see the same memory
 
 
 def make(size: int, device: torch.device) -> tuple[Tensor, dict[str, Any], int | None]:
     """Make a bucket; return it, what the receiver needs for `attach`, and a file descriptor for it, if there is one.
 
-    Device memory: written after torch's own reductions, and not yet run on a GPU. The mark turns a handle that opens
-    other memory into an error.
+    Device memory is shared as torch.multiprocessing.reductions shares it, and has not yet been run on a GPU. If the
+    handle opens other memory, the mark makes `attach` raise.
     """
     padded, handle, ipc = max(size, _MARK_BYTES), None, None
     if device.type == "cpu":
@@ -79,6 +79,6 @@ def _opened(ipc: list[Any], size: int, device: torch.device) -> Tensor:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until all copies of this process are in memory: the other one knows nothing of its queue."""
+    """Wait until all copies of this process are in memory: the other process cannot wait for this one's stream."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

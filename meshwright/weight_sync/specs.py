@@ -49,12 +49,12 @@ class TensorSpec:
 
 
 def to_json(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    """Return specs as JSON has them."""
+    """Return specs as lists that JSON can hold."""
     return [[spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in specs]
 
 
 def of_json(rows: list[list[Any]]) -> list[TensorSpec]:
-    """Return the specs of `to_json`."""
+    """Return the specs from the lists of `to_json`."""
     return [TensorSpec(name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in rows]
 
 

@@ -1,1 +1,1 @@
-"""Configs that verl's Hydra finds with hydra.searchpath=[pkg://meshwright.integrations.verl_config]."""
+"""Hydra configs for verl, used with hydra.searchpath=[pkg://meshwright.integrations.verl_config]."""
