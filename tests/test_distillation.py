@@ -398,6 +398,7 @@ def _other_scores(source: Path, at: Path) -> None:
     objective, teacher = Distill(2.0, top_k=3), weights_fingerprint(source)
     with TeacherScoresWriter(at, objective, model, teacher=teacher, dtype="float16") as writer:
         writer.score([batch])
+    assert len({file.stat().st_mode for file in at.iterdir() if file.is_file()}) == 1, "whoever may read one reads all"
     made = TeacherScores(at, objective, teacher=teacher).add_to(batch, 131)
     exact = objective.ask(model, [batch], model)[0]
     assert torch.equal(made.fields[IDS], exact.fields[IDS].masked_fill(exact.fields[IDS] < 0, 0))

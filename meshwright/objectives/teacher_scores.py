@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..axes import DENSE
@@ -154,7 +154,7 @@ class TeacherScoresWriter:
         number = max(numbers, default=-1) + 1
         file = self.directory / f"{prefix}{number:05d}.safetensors"
         temporary = file.with_suffix(".part")
-        save_file(self._tensors, temporary)
+        temporary.write_bytes(save(self._tensors))  # `save_file` would let only this user read it
         os.replace(temporary, file)
         self._tensors, self._num_bytes = {}, 0
 
