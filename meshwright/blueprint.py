@@ -68,7 +68,7 @@ class Blueprint:
 
     @property
     def tower(self) -> bool:
-        """Tell whether a vision tower is built; else its keys are copied unchanged."""
+        """Return whether a vision tower is built; else its keys are copied unchanged."""
         return self.recipe.tower
 
     @property

@@ -121,7 +121,7 @@ class MemoryOptions:
 
     @property
     def gathers_wide(self) -> bool:
-        """Tell whether FSDP all-gathers values in the compute dtype, even for weights whose matmuls are in FP8.
+        """Return whether FSDP all-gathers values in the compute dtype, even for weights whose matmuls are in FP8.
 
         Hooks that quantise before the all-gather are lost when parameters are copied from host memory, and they would
         split the graphs of compiled layers.

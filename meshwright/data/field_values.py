@@ -63,5 +63,5 @@ def _joined(values: Sequence[Any], device: torch.device | str) -> Tensor:
 
 
 def _is_narrow(flat: Tensor) -> bool:
-    """Tell whether values are bfloat16 or float16, by their dtype or by torch.set_default_dtype."""
+    """Return whether values are bfloat16 or float16, by their dtype or by torch.set_default_dtype."""
     return flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize

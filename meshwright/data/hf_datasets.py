@@ -31,7 +31,7 @@ class Part:
 
 
 def is_saved(directory: Path) -> bool:
-    """Tell whether `save_to_disk` wrote a directory, as one split or several."""
+    """Return whether `save_to_disk` wrote a directory, as one split or several."""
     return any((directory / name).is_file() for name in (_SAVED, _SAVED_SPLITS))
 
 

@@ -117,7 +117,7 @@ def _written(func: Any) -> str | None:
 
 @cache
 def _is_fresh(func: Any) -> bool:
-    """Tell whether an operation returns one new tensor, which shares no memory with an argument."""
+    """Return whether an operation returns one new tensor, which shares no memory with an argument."""
     schema = func._schema
     plain = all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
     return plain and len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

@@ -36,7 +36,7 @@ _INTERRUPTED: list[Any] = []
 
 
 def serves(group: dist.ProcessGroup, device: torch.device, node: range) -> bool:
-    """Tell whether these collectives serve a group: CPU tensors, over gloo, within one machine.
+    """Return whether these collectives serve a group: CPU tensors, over gloo, within one machine.
 
     Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
     every other rank.

@@ -51,7 +51,7 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def has_inductor(device: torch.device) -> bool:
-    """Tell whether torch.compile makes Triton kernels for a kind of device, so that layers gain by it."""
+    """Return whether torch.compile makes Triton kernels for a kind of device, so that layers gain by it."""
     return device.type in ("cuda", "xpu")
 
 

@@ -19,7 +19,7 @@ _SOCKETS_ONLY = {
 
 
 def can_be_shared(device: torch.device) -> bool:
-    """Tell whether several ranks may use one device of this kind: only NCCL has a way."""
+    """Return whether several ranks may use one device of this kind: only NCCL has a way."""
     return device.type == "cuda"
 
 

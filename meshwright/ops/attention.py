@@ -73,7 +73,7 @@ def attention(
 
 
 def _prefers_one_call_each(q_THK: Tensor, docs: Documents) -> bool:
-    """Tell whether one call per document is faster on a GPU than one varlen call for all of them.
+    """Return whether one call per document is faster on a GPU than one varlen call for all of them.
 
     torch's kernel for one dense sequence has the highest throughput, but each call costs a launch. It pays off once the
     mean document is long. Documents of one length are sequences of one call.

@@ -209,7 +209,7 @@ def _gradients(inputs: Inputs, choice: Choice, d_THK: Tensor) -> Inputs:
 
 
 def _has_kernel(q_THK: Tensor, k_SGK: Tensor, choice: Choice) -> bool:
-    """Tell whether kernels/block_attention.py attends: on an accelerator where it agrees with the formula."""
+    """Return whether kernels/block_attention.py attends: on an accelerator where it agrees with the formula."""
     if kind_of(q_THK.device) in SLOW or q_THK.dtype not in NARROW:
         return False
     kind = (q_THK.dtype, q_THK.shape[1:], k_SGK.shape[1:], choice.blocks.size)

@@ -37,7 +37,7 @@ def deferring_weight_grads(jobs: Jobs) -> Iterator[None]:
 
 
 def is_deferring() -> bool:
-    """Tell whether weight gradients are being deferred."""
+    """Return whether weight gradients are being deferred."""
     return _jobs is not None
 
 

@@ -145,7 +145,7 @@ def _looped(rows: Rows) -> Multiply:
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
-    """Tell whether torch's `grouped_mm` takes these operands, in backward too.
+    """Return whether torch's `grouped_mm` takes these operands, in backward too.
 
     It has no float64 and wants strides of whole 16 bytes. The strides are D, 2F and F elements; an F that does not fit
     passes forward and fails only in backward. On a CPU it does not pad rows, which bfloat16 needs there (`_factor`). On
@@ -170,7 +170,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
-    """Tell whether kernels/grouped_matmul.py multiplies here: on an accelerator where it agrees with the formula."""
+    """Return whether kernels/grouped_matmul.py multiplies here: on an accelerator where it agrees with the formula."""
     if x.dtype not in NARROW:
         return False
     # The kernel is compiled for what is kept of a width: its tile, and whether 16 divides it. Some edges are ragged.
@@ -280,7 +280,7 @@ def _without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _has_kernel(d_EOI: Tensor) -> bool:
-    """Tell whether kernels/unused_experts.py writes zeros on this device, and nothing but zeros."""
+    """Return whether kernels/unused_experts.py writes zeros on this device, and nothing but zeros."""
     odd = d_EOI[0].numel() % 16 > 0 if len(d_EOI) else False  # Triton compiles the kernel once for each
 
     def trial() -> tuple[list[Tensor], list[Tensor]]:

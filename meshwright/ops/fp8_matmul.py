@@ -192,7 +192,7 @@ def _matrix_operand(weight_NK: Matrix, one_kernel: bool) -> tuple[Tensor, Tensor
 
 
 def _quantises_in_one_kernel(device: torch.device) -> bool:
-    """Tell whether kernels/fp8_blocks.py quantises here, to the same bits as the formulas above."""
+    """Return whether kernels/fp8_blocks.py quantises here, to the same bits as the formulas above."""
     return agrees("fp8_blocks", None, device, functools.partial(_compare_quantised, device), 0.0)
 
 
@@ -226,7 +226,7 @@ def _numbers_of_every_kind() -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether torch's kernel agrees with `emulated`.
+    """Return whether torch's kernel agrees with `emulated`.
 
     It is tried once a device and dtype, and waits for the device.
     """

@@ -256,7 +256,7 @@ def _add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
 
 
 def _accumulates_wide(d_TV: Tensor, dw_VD: Tensor) -> bool:
-    """Tell whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can.
+    """Return whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can.
 
     It chooses its kernels by how rows are aligned, so each kind of widths is tried.
     """
@@ -313,7 +313,7 @@ def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ..
 
 
 def _has_kernel(x_TD: Tensor, num_words: int) -> bool:
-    """Tell whether kernels/logits.py reads logits of x: on an accelerator where it agrees with the formula below."""
+    """Return whether kernels/logits.py reads logits of x: on an accelerator where it agrees with the formula below."""
     if kind_of(x_TD.device) == "cpu" or x_TD.dtype not in (*NARROW, torch.float32) or not num_words:
         return False
     trial = partial(_compare_kernel, x_TD, num_words)

@@ -87,7 +87,7 @@ ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 def _has_kernel(y_ND: Tensor, num: int) -> bool:
-    """Tell whether kernels/row_sums.py sums rows like these: on an accelerator where it agrees with the formula."""
+    """Return whether kernels/row_sums.py sums rows like these: on an accelerator where it agrees with the formula."""
     if kind_of(y_ND.device) == "cpu" or y_ND.dtype not in (*NARROW, torch.float32):
         return False
 

@@ -170,7 +170,7 @@ class Figures:
 
     @property
     def has_frozen(self) -> bool:
-        """Tell whether parameters are frozen: the base of adapters, a table of n-grams, what has no gradient."""
+        """Return whether parameters are frozen: the base of adapters, a table of n-grams, what has no gradient."""
         return len(self.trained) < len(self.blueprint.table.params)
 
     @cached_property

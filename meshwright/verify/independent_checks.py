@@ -284,7 +284,7 @@ def _norms(grads: Mapping[str, Tensor], twice: Container[str], apart: bool) -> d
 
 
 def _adapts(key: str) -> bool:
-    """Tell whether a key is a factor of an adapter: decay would pull B @ A towards 0, and PEFT has none."""
+    """Return whether a key is a factor of an adapter: decay would pull B @ A towards 0, and PEFT has none."""
     return ".lora_" in key
 
 

@@ -132,7 +132,7 @@ def _text(error: BaseException) -> str:
 
 
 def _of_a_collective(error: Exception) -> bool:
-    """Tell whether an error comes from a collective."""
+    """Return whether an error comes from a collective."""
     if isinstance(error, dist.DistError):
         return True
     if isinstance(error, torch.OutOfMemoryError):  # perhaps in a collective, but no other rank is to blame

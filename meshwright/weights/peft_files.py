@@ -76,7 +76,7 @@ class AdapterFiles:
 
     @property
     def swapped(self) -> bool | None:
-        """Tell whether fused experts have `in` and `out` exchanged; None where the version is not stated."""
+        """Return whether fused experts have `in` and `out` exchanged; None where the version is not stated."""
         version = self.config.get("peft_version")
         if not isinstance(version, str):
             return None

@@ -70,7 +70,7 @@ def fastest(
 
 @functools.cache
 def accepts(kernel: Op, argument: str) -> bool:
-    """Tell whether this version of a kernel has an argument."""
+    """Return whether this version of a kernel has an argument."""
     return argument in inspect.signature(kernel).parameters
 
 

@@ -25,7 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def is_dense(x: Tensor) -> bool:
-    """Tell whether x is contiguous, at an aligned address."""
+    """Return whether x is contiguous, at an aligned address."""
     return x.is_contiguous() and x.data_ptr() % _ALIGNED == 0
 
 

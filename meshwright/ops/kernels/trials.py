@@ -21,7 +21,7 @@ _passed: dict[Hashable, bool] = {}
 
 
 def agrees(kernel: str, kind: Hashable, device: torch.device, trial: Trial, most: float) -> bool:
-    """Tell whether a kernel may run on a device: whether both results of `trial` agree there, compared once a kind.
+    """Return whether a kernel may run on a device: whether both results of `trial` agree there, compared once a kind.
 
     `trial` returns what the kernel computes and what its formula does. `most` bounds how far each tensor may be off,
     relative to its norm; 0.0 demands equal bits. `kind`: what the kernel is compiled for, where `launch` does not see
