@@ -179,7 +179,7 @@ def written_despite_an_infinite_norm(patch):
 
 
 def loss_forgotten(patch):
-    patch.setattr(engine_module, "norms_if_applied", lambda reduced, norms: norms)
+    patch.setattr(engine_module, "norms_if_applied", lambda reduced, norms, num_metrics: norms)
 
 
 @pytest.mark.parametrize(

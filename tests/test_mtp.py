@@ -17,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import parallel
 from meshwright.blueprint import Blueprint
+from meshwright.engine.mtp import MtpData, mtp_data
 from meshwright.models import Want
 from meshwright.plan.step_time import flops_of
 from meshwright.recipe import Lora, MemoryOptions, Pipeline, Recipe
@@ -253,6 +254,13 @@ def _single_tokens(source: Path) -> float:
     record = engine.step([mw.pack([[5], [6], [7]], labels=[[9], [8], [7]])])
     assert record.mtp is not None
     return record.mtp.loss
+
+
+@pytest.mark.parametrize("length", [13, 14, 21])
+def test_padding_counts_for_nothing(length: int) -> None:
+    """It is a document of its own, whose tokens have next ones."""
+    batch = mw.pack([[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]], length=length)
+    assert mtp_data([batch, batch]) == MtpData(weight=12.0, num_targets=12, num_followed=18)
 
 
 def test_a_step_without_next_tokens(root: Path) -> None:

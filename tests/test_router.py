@@ -60,6 +60,21 @@ def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[
         assert (grads[key] - grad).norm() <= 1e-5 * max(grad.norm(), 1e-2 * norm), key
 
 
+def in_micro_batches(source: Path, num: int) -> tuple[float, dict[str, Tensor]]:
+    engine = mw.Engine(mw.load(source, mw.Mesh(), dtype=torch.float64), lr=1e-3)
+    loss = engine.backward([mw.pack([DOCUMENT])] * num)
+    return loss, mw.gather(engine.model, "grad")
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_equal_micro_batches_have_the_aux_loss_of_one(sources: dict[str, Path], name: str) -> None:
+    """The aux loss is a mean over micro-batches, as the loss is one over their tokens."""
+    one, three = (on_one(in_micro_batches, sources[name], num) for num in (1, 3))
+    assert three[0] == pytest.approx(one[0], rel=1e-12)
+    for key, grad in one[1].items():
+        torch.testing.assert_close(three[1][key], grad, rtol=1e-10, atol=1e-12)
+
+
 def stepped(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> tuple[list[Any], list[Tensor], Any]:
     engine = mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-3, router_aux=mode)
     mesh_ = engine.model.mesh
