@@ -23,7 +23,7 @@ from meshwright.train.config_checks import num_tokens
 from meshwright.train.config_docs import changed_fields, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
-from meshwright.train.lr_schedule import rate_jump, refusal, schedule
+from meshwright.train.lr_schedule import rate_jump, rate_rise, refusal, schedule
 from tests import write_docs
 from tests.schemas import wrong_by_schema
 
@@ -405,7 +405,7 @@ def test_learning_rates(name: Any, warmup: float) -> None:
     ("optim", "before", "now", "step", "wanted"),
     [
         ({}, 100, 200, 90, "has decayed since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
-        ({}, 100, 200, 100, "would jump from 0 to 0.002"),
+        ({}, 100, 200, 100, "would jump from 0.0001 to 0.002"),
         ({}, 100, 200, 80, ""),  # as long as it is constant
         ({}, 100, 95, 90, ""),  # it falls faster
         ({}, 100, 100, 90, ""),
@@ -419,6 +419,13 @@ def test_a_rate_that_would_jump_in_a_longer_run(
     section = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
     assert wanted in rate_jump(section, before, now, step)
     assert bool(wanted) == bool(rate_jump(section, before, now, step))
+
+
+def test_a_rate_that_rises_in_a_longer_run() -> None:
+    """Whatever the schedule: a finished cosine that gets more steps goes back up."""
+    cosine = OptimSection(schedule="cosine", lr=2e-3, warmup=0, final=0.0)
+    assert rate_rise(cosine, 100, 200, 100) == "from 4.93e-07 to 0.001"
+    assert rate_rise(cosine, 100, 100, 90) == rate_rise(cosine, 100, 80, 60) == ""
 
 
 def test_a_run_of_one_step() -> None:

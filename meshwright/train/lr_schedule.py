@@ -62,13 +62,18 @@ def rate_jump(optim: OptimSection, before: int, now: int, step: int) -> str:
     """
     if optim.schedule != "wsd" or refusal(optim, before) or step <= _decay_start(optim, before):
         return ""
-    old, new = schedule(optim, before)(step), schedule(optim, now)(step)
-    if new <= old * (1 + 1e-9):
-        return ""
-    return (
-        f'the rate of "wsd" has decayed since step {_decay_start(optim, before)} of {before}: in a run of {now} steps '
-        f"it would jump from {old:.3g} to {new:.3g}"
-    )
+    rise = rate_rise(optim, before, now, step)
+    since = f'the rate of "wsd" has decayed since step {_decay_start(optim, before)} of {before}'
+    return f"{since}: in a run of {now} steps it would jump {rise}" if rise else ""
+
+
+def rate_rise(optim: OptimSection, before: int, now: int, step: int) -> str:
+    """Return "from X to Y" if the rate of `step` is higher in a run of `now` steps than in one of `before`, else "".
+
+    After the end of the shorter run X is the rate of its last step.
+    """
+    old, new = schedule(optim, before)(min(step, before - 1)), schedule(optim, now)(step)
+    return f"from {old:.3g} to {new:.3g}" if new > old * (1 + 1e-9) else ""
 
 
 def refusal(optim: OptimSection, num_steps: int | None) -> tuple[str, str] | None:

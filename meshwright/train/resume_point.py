@@ -20,7 +20,7 @@ from .config import Config
 from .config_docs import ChangedField, changed_fields
 from .config_file import read
 from .data_sources import TrainingData
-from .lr_schedule import rate_jump
+from .lr_schedule import rate_jump, rate_rise
 
 
 @dataclass
@@ -60,6 +60,13 @@ def position_of(config: Config, engine: Engine, data: TrainingData, reference: s
     position = _position_in(config, data, resumed.directory, resumed.state, engine.steps)
     _check_reference(resumed.directory, position.reference, reference)
     logger.warning("resuming from %s", resumed.directory)
+    before = resumed.state["num_steps"] or data.num_steps
+    if rise := rate_rise(config.optim, before, data.num_steps, engine.steps):
+        logger.warning(
+            "the learning rate rises %s at step %d: the curve of %s depends on the number of steps, %d before and %d "
+            "now",
+            rise, engine.steps + 1, config.optim.schedule, before, data.num_steps,
+        )  # fmt: skip
     return position
 
 
