@@ -60,7 +60,7 @@ def position_of(config: Config, engine: Engine, data: TrainingData, reference: s
     position = _position_in(config, data, resumed.directory, resumed.state, engine.steps)
     _check_reference(resumed.directory, position.reference, reference)
     logger.warning("resuming from %s", resumed.directory)
-    before = resumed.state["num_steps"] or data.num_steps
+    before = resumed.state.get("num_steps") or data.num_steps  # None in checkpoints of earlier versions
     if rise := rate_rise(config.optim, before, data.num_steps, engine.steps):
         logger.warning(
             "the learning rate rises %s at step %d: the curve of %s depends on the number of steps, %d before and %d "
