@@ -92,7 +92,7 @@ BAD = [
     (b"", ""),
     (b'{"text": "cut', "not valid JSON"),
     (b'["text"]', "a list, not an object"),
-    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "\xff"}', "not UTF-8: invalid start byte at its byte 10"),
     (b'{"text": 7}', "its field 'text' is no text"),
     (b'{"texts": "x"}', "its field 'text' is no text"),
     (b'{"text": "UPPER"}', ""),

@@ -16,7 +16,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli import main
-from meshwright.report import last_words
+from meshwright.report import last_words, summary
 from meshwright.report.run_files import read_run
 from meshwright.report.run_page import report_page
 from meshwright.report.series import chart_data, thin_indices
@@ -115,6 +115,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     text += line("step", 10, **{"time/step_s": 1e30}) + line("start", 10, time=2**62)
     text += line("experts", 10, load=[[1e308, 1.0]]) + line("experts", 9, load=[[1, "x"]])
     text += line("save", 9, seconds=None, path="p") + line("sample", 9, number=[])
+    text += "".join(json.dumps({"kind": "step", "step": step, "train/loss": 5.0}) + "\n" for step in ("7", 7.5, None))
     (tmp_path / "metrics.jsonl").write_text(text)
     run = read_run(tmp_path)
     steps = [(each["step"], each["train/loss"]) for each in run.of("step")]
@@ -151,6 +152,20 @@ def test_charts_of_what_is_there(tmp_path: Path) -> None:
     data = chart_data([read_run(tmp_path)])
     assert [chart["metric"] for chart in data["charts"]] == ["train/loss"]
     assert data["experts"] == [None]
+
+
+def test_runs_are_compared_by_what_changes_a_curve(tmp_path: Path) -> None:
+    """And a run took the time of its steps, not that between its starts."""
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        config = f'out = "{name}"\n[optim]\nlr = 0.{len(runs) + 1}\n[log]\nevery = {len(runs) + 1}\n'
+        (tmp_path / name / "config.toml").write_text(config)
+        steps = [line("step", step, time=1000.0 * step, **{"time/step_s": 30.0}) for step in (1, 2, 3)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(steps))
+        runs.append(read_run(tmp_path / name))
+    assert summary.differing_fields(runs) == [["optim.lr", "0.1", "0.2"]]
+    assert summary._duration(runs[0]) == "0:01:30"
 
 
 def test_a_source_that_comes_later_has_a_curve(tmp_path: Path) -> None:

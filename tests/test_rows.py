@@ -177,6 +177,7 @@ def test_masks_of_ready_tokens() -> None:
         ({"ids": [1, 2], "trained": [0.5, 1]}, "values other than 0 and 1"),
         ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which"),
         ({"ids": [1, 2], "loss_mask": [0, 1]}, "give trained"),
+        ({"ids": [1, 2], "trained": "01"}, "not a list of 2 values"),
     ):
         with pytest.raises(mw.DataError, match=wanted):
             Ready(10).documents(row)
