@@ -56,9 +56,9 @@ class Batch:
     Labels are already shifted: the model compares the logits at t with `labels[t]`. Shifting inside the model, after
     the stream has been split over cp, would lose the last target of every shard (transformers#48570).
 
-    A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents: 0,
-    ..., T. `fields` are further values, one per token or a row per token `[T, K]`, such as weights, advantages, or the likeliest
-    words of a teacher; those at token t belong to the loss term at token t. The last `num_filler` tokens are padding, a
+    A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents, from
+    0 to T. `fields` are further values, one per token or a row per token `[T, K]`, such as weights, advantages, or the
+    likeliest words of a teacher; those at t belong to the loss term at t. The last `num_filler` tokens are padding, a
     document that loss and counts ignore. `images` stay on the host: each rank takes those that it encodes. Images
     without frames belong to other ranks alone.
 

@@ -70,7 +70,7 @@ def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
     Without `weights`, only the small files of a hub model are downloaded: its config and its index.
     """
     if recipe.lora is not None:
-        recipe = replace(recipe, lora=peft_files.recipe_of(recipe.lora))  # options of the adapter files that it names, if any
+        recipe = replace(recipe, lora=peft_files.recipe_of(recipe.lora))  # those of its adapter files, if any
     if model in TINY:
         if weights:
             raise ConfigError(f"{model} has no trained weights; name a directory or a hub id")

@@ -182,7 +182,7 @@ class StepCost:
         """Estimate the time of a step in which a rank sends `charges`. `units`: names of FSDP units, whose collectives
         overlap with matmuls; all others are exposed."""
         again = AGAIN if self.memory.recompute == "full" else 1.0
-        waits = [c for c in charges if c.what not in units and c.op != "recv"]  # links send and receive at the same time
+        waits = [c for c in charges if c.what not in units and c.op != "recv"]  # links send and receive at once
         return Estimate(
             products=again * self.operations / self.cluster.matmul_flops,
             waits=tuple(_waits(waits, self.axes, self.cluster)),
