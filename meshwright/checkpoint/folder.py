@@ -40,7 +40,7 @@ from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, wh
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` has both in its directory
 # Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
-_STATE_SETS = (MASTER, *AdamW.state_names)  # other files show a checkpoint of another optimizer
+_STATE_SETS = (MASTER, *AdamW.state_names)  # of AdamW; the files below also reveal other checkpoints
 _CHECKPOINT_FILES = (
     TRAINER, *(f"{name}/*.safetensors" for name in _STATE_SETS), RANDOM_FILE, f"{PARTS}/[0-9]*.json"
 )  # fmt: skip

@@ -38,7 +38,7 @@ def _check_stream(name: str, values: object, num: int | None = None) -> None:
         raise DataError(f"{name} of the batch are {values.dtype}, not whole numbers; use mw.pack(...)")
     if values.dim() not in ((1,) if name in _TOKEN_STREAMS else (1, 2)) or num not in (None, len(values)):
         for_tokens = "" if num is None else f" for {num} tokens"
-        raise DataError(f"{name} has shape {tuple(values.shape)}{for_tokens}; give one value per token")
+        raise DataError(f"{name} has shape {tuple(values.shape)}{for_tokens}; give one value a token")
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:

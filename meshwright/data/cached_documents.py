@@ -82,7 +82,8 @@ class Documents:
         return len(self.lengths)
 
     def with_values(self, values: Mapping[str, NDArray[np.float64]]) -> Documents:
-        """Return the documents with one more number each, such as a reference score, which batches get as a field."""
+        """Return the documents with more numbers, one per document, such as reference scores: batches get them as
+        fields."""
         documents = copy.copy(self)
         documents.values = values
         return documents

@@ -71,7 +71,7 @@ def batch_of(
     with one number for each document of a group, repeated for all tokens of that document.
 
     Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
-    the tokens start .. stop-1. No Python object is made for a token.
+    the tokens start .. stop-1. No Python object is made per token.
     """
     starts = [*accumulate(map(len, documents), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)

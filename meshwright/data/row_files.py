@@ -173,7 +173,7 @@ def _row_of_json(at: int, line: bytes) -> Row:
 
 
 def _row_of_value(at: int, values: Any) -> Row:
-    """Return a row if the value is an object."""
+    """Return the row of a parsed value, which must be an object."""
     if not isinstance(values, dict):
         return Row(at, {}, f"it is {kind_of(values)}, not an object")
     return Row(at, values)

@@ -1,4 +1,4 @@
-"""Copy a rank's shard of a model to the meta device, with its doors active, to run it without memory or other ranks.
+"""Copy a rank's shard of a model to the meta device, with its doors armed, to run it without memory or other ranks.
 
 On the meta device tensors have shapes but no data, as with torch's FakeTensorMode. The copy runs a real forward and
 backward of the real modules, so its result holds for any model family, without a formula for each.
@@ -136,8 +136,8 @@ def _shapes(value: Any) -> Any:
 
 
 def meta_copy(spec: ShardingSpec, stage: Stage, mesh: Any, seen: Seen, layers: Sequence[int]) -> Decoder:
-    """Copy some layers of a stage (and its embedding and head) to the meta device, sharded as on this rank, with active
-    doors.
+    """Copy some layers of a stage (and its embedding and head) to the meta device, sharded as on this rank, with its
+    doors armed.
 
     It is a deepcopy with a memo that maps each parameter to its meta shard. So torch copies modules, buffers and ties,
     and no full parameter is ever created.

@@ -111,8 +111,8 @@ def _bidirectional(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents)
 def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
     """Call torch's varlen kernel, which takes all documents at once.
 
-    Queries are the last tokens of the stream, and only the first document may have keys without queries. So the bounds
-    of queries are those of the keys, shifted left by the number of these keys.
+    Queries are the last tokens of the stream and cover at least the last document. Their bounds are those of the keys,
+    shifted left by the number of keys without a query.
     """
     from torch.nn.attention.varlen import varlen_attn
 

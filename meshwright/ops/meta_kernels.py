@@ -101,7 +101,7 @@ def state_map(inputs: Sequence[Tensor], _stream: object) -> Tensor:
 
 
 class _Delta(torch.autograd.Function):
-    """It saves its operands, the solved systems of its chunks, and the state before each chunk."""
+    """The delta rule: saves its operands, the solved systems of its chunks, and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -125,7 +125,7 @@ class _Delta(torch.autograd.Function):
 
 
 class _LastState(torch.autograd.Function):
-    """It saves the same tensors as `_Delta`, without q."""
+    """The last state of a part: saves the same tensors as `_Delta`, without q."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

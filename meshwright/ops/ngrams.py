@@ -37,7 +37,8 @@ class NgramHash:
 
     @cached_property
     def multipliers(self) -> list[int]:
-        """Return an odd factor for each place of an n-gram, so small that a token times a factor stays below 2**63."""
+        """Return an odd factor for each place of an n-gram, small enough that token id times factor stays below
+        2**63."""
         half = max(1, ((1 << 63) - 1) // self.vocab // 2)
         base = self.seed + _TABLE_STEP * self.number
         return [2 * (_splitmix64((base + _GAMMA * (k + 1)) & _BITS) % half) + 1 for k in range(self.size)]

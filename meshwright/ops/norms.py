@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) 
 
 
 class _RMSNorm(torch.autograd.Function):
-    """It saves x uncast, and one number per row."""
+    """RMSNorm that saves x uncast, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
@@ -103,7 +103,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
 
 
 class _GatedNorm(torch.autograd.Function):
-    """It saves x and the gate uncast, and one number per row."""
+    """Gated RMSNorm that saves x and the gate uncast, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool) -> Tensor:
@@ -159,7 +159,7 @@ def swiglu(gate_up: Tensor, weight_N: Tensor | None = None) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """It saves only its input, and writes the gradients of gate and up into one tensor."""
+    """SwiGLU that saves only its input, and writes the gradients of gate and up into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """It saves only the tables: the gradient of a rotation is the inverse rotation."""
+    """A rotation that saves only the tables: its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

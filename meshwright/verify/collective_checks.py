@@ -125,7 +125,7 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go.
 
-    Only active doors are wrapped: without ep no rows leave a rank.
+    Only armed doors are wrapped: without ep no rows leave a rank.
     """
     doors = [each for part in run.model.parts for each in find_doors(part, Dispatch) if each[1].armed is not None]
     real = [door.armed or door.local for _, door in doors]

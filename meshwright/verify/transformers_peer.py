@@ -225,8 +225,7 @@ def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
     """Return the rounding error of bfloat16 in each part of our model. Both runs have weights rounded to bfloat16, as
     matmuls take them, so that only the arithmetic differs.
 
-    Gradients of steep parameters are left out: rounding changes a whole slope, and one token can be most of the
-    gradient.
+    Gradients of steep parameters are left out: rounding changes a whole slope, and one token can dominate.
     """
     narrow, wide = (
         load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source), train="*")
@@ -315,8 +314,8 @@ def _both(
     models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None],
     choices: Sequence[AbstractContextManager[None]],
 ) -> list[Pass]:  # fmt: skip
-    """Run a model in bfloat16, then the wide one with the inputs that parts had in the first run, and with its choices
-    of experts and key blocks: a choice that rounding flips is no error of the part, but changes whole gradients."""
+    """Run a model in bfloat16, then the wide one with the same inputs of parts, and the same choices of experts and key
+    blocks: a choice that rounding flips is no error of the part, but changes whole gradients."""
     passes: list[Pass] = []
     for (model, parts), choice in zip(models, choices, strict=True):
         with choice, followed(parts, passes[0] if passes else None) as record:
@@ -356,14 +355,12 @@ def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tup
 
 
 def _model(source: Path, with_experts: bool) -> Any:
-    """Load transformers' model in float32 with its plainest kernels: faster ones for experts need rows of whole 16
-    bytes."""
+    """Load transformers' model in float32 with its plainest kernels: faster expert kernels need rows of 16 bytes."""
     return _loaded(source, with_experts)[0]
 
 
 def _loaded(source: Path, with_experts: bool) -> tuple[Any, dict[str, str]]:
-    """Load transformers' model. -> the model; its parameters with another shape than in the files, which are not
-    loaded"""
+    """Load transformers' model. -> the model; its parameters of another shape than in files, which are not loaded"""
     import transformers
 
     transformers.logging.set_verbosity_error()

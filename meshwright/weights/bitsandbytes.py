@@ -1,6 +1,6 @@
 """Read NF4 files that transformers writes with bitsandbytes (QLoRA, arXiv:2305.14314).
 
-    X.weight             U8 [rows * columns / 2, 1]: two codes a byte, the first in the high four bits
+    X.weight             U8 [rows * columns / 2, 1]: two codes per byte, the first in the high four bits
     X.weight.absmax      a scale for each 64 elements of the flattened matrix: F32, or with double quantisation U8
     X.weight.quant_map   the 16 values of the codes
     X.weight.nested_absmax, X.weight.nested_quant_map

@@ -99,7 +99,7 @@ class Format:
     states: Mapping[str, State] = field(default_factory=dict, compare=False)  # of matrices in NF4, by their keys
 
     def has(self, key: str, entries: Mapping[str, Entry]) -> bool:
-        """Return whether a key is stored in this format; codes in another dtype have another meaning."""
+        """Return whether a key is stored in this format; codes that are stored in another way have another meaning."""
         return key in self.states or not self.packed or key + _SUFFIX in entries
 
     def scale(self, key: str, entries: Mapping[str, Entry]) -> Scale:

@@ -78,7 +78,7 @@ def recorded_forward(
 ) -> Iterator[ForwardRecord]:
     """Record the forward passes of a model while the context is open. `parts`: the submodules to record.
 
-    A door of one process does nothing and is not active, so only the doors of a mesh are counted.
+    A door of one process does nothing and is not armed, so only the doors of a mesh are counted.
     """
     record = ForwardRecord()
 
