@@ -263,7 +263,7 @@ class Mesh:
         return objects
 
     def store(self, prefix: str) -> Store:
-        """Return a key-value store that all ranks can read and write without a collective, over a separate connection."""
+        """Return a key-value store, on its own connection, that all ranks can use without a collective."""
         store = own_store(self.ranks)
         return PrefixStore(prefix, store.clone() if dist.get_world_size() > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 

@@ -4,8 +4,9 @@
 after the part as a linear function of that state, so that no rank waits for the previous one: see `_part` in
 `ops/delta.py`.
 
-A weakness: between forward and backward each head keeps its inputs, C + V + K numbers per token and a state per chunk:
-1,152 bytes per token for heads of 128 in bfloat16. Backward could recompute the states, but would be slower.
+A weakness: between forward and backward each head keeps, in addition to its inputs, C + V + K numbers per token and a
+state per chunk, 1,152 bytes per token for heads of 128 in bfloat16. Backward could recompute the states, but would be
+slower.
 """
 
 from __future__ import annotations
