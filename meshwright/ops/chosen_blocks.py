@@ -1,4 +1,4 @@
-"""Sparse attention over chosen blocks (Qwen4-Exp's QSA): an indexer scores key blocks, a query sees the best.
+"""Sparse attention over chosen blocks (Qwen4-Exp's QSA): an indexer scores key blocks, and a query sees the best.
 
 Each document is cut into blocks of r tokens from its beginning. A query may choose among the blocks that end at or
 before it; it also sees the tokens after the last whole block. Its own block is not forced in.

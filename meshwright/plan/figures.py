@@ -257,7 +257,7 @@ class Figures:
 
     @cached_property
     def choices(self) -> list[str]:
-        """List options that would each make a plan fit that does not fit."""
+        """List options, each of which alone would make the plan fit."""
         assert self.device is not None
         return choices(self.need, _memory(self.device))
 

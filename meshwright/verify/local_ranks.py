@@ -1,7 +1,7 @@
 """Run a function on n local processes, forked from this one. A hang or a death raises an error that names the ranks.
 
 Fork, not spawn: whatever the caller has imported, registered or patched exists on every rank, and the function may be a
-closure. So the caller must not have made a process group or used a device, since neither survives a fork.
+closure. In return, the caller must not have made a process group or used a device, since neither survives a fork.
 
 Ranks talk to this process through files of a temporary directory. A file survives the death of its writer, and is whole
 or absent because it is renamed into place.

@@ -1,11 +1,11 @@
-"""Verify a user's model on a user's mesh: write a small source, run one process and the mesh, compare.
+"""Verify a user's model on a user's mesh: make a source, run one process, run the mesh, compare.
 
     plan      validates everything, with the real sizes
     inspect   makes a small model, then for each dtype: one process, the mesh
               then one process and transformers
 
-Each run is a set of forked processes: a failure, hang or death in one becomes a finding, and later runs continue. For
-the forks, this process never initialises a device or a process group.
+Each run is a set of forked processes: a failure, hang or death in one becomes a finding, and later runs continue.
+Because it forks, this process never initialises a device or a process group.
 """
 
 from __future__ import annotations

@@ -19,5 +19,5 @@ trace = _Trace()
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """Name the block in a trace, as in `with region("update"):`, for a trace."""
+    """Name the block in a trace, as in `with region("update"):`."""
     return record_function(name) if trace.on else nullcontext()

@@ -172,7 +172,7 @@ def _num_written(stored_model: StoredModel) -> int:
 def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
     """Copy the keys that are not trained; key number n is copied by rank n mod world.
 
-    For Qwen3.5 trained as text these are the vision tower and the MTP layers: config.json names them, so an export
+    For Qwen3.5 trained as text these are the vision tower and the MTP layers: config.json counts them, so an export
     without them would not load.
     """
     keymap = files.keymap

@@ -65,7 +65,7 @@ def plan_reads(
 ) -> Iterator[Read]:  # fmt: skip
     """Yield each piece that the ranks of a node store, once, with the ranks that store it.
 
-    `names`: only these parameters. `numbers`: those that are stored as codes.
+    `names`: the parameters to read. `numbers`: those that are stored as codes.
 
     A piece is a box of a parameter, cut by tp and ep, and the range of its rows that FSDP stores.
     """

@@ -38,7 +38,7 @@ AnyOp = TypeVar("AnyOp", bound=Callable[..., object])
 
 
 def uncompiled(op: AnyOp) -> AnyOp:
-    """Exclude an op from `torch.compile` whose shapes depend on the data: each batch would recompile it."""
+    """Exclude an op with data-dependent shapes from `torch.compile`: each batch would recompile it."""
     disabled: AnyOp = torch.compiler.disable(op)
     return disabled
 

@@ -91,7 +91,7 @@ def _explaining_axes(model: Model, wrong: set[str]) -> list[str]:
 
 
 def common_property(model: Model, made: Mapping[str, Suspect], grads: Mapping[str, Tensor]) -> str:
-    """Return what exactly the wrong gradients have in common: a kind of parameter, or a place in the model."""
+    """Return a property that only the wrong gradients share: a kind of parameter, or a place in the model."""
     made_of = blocks_by_key(model.table, model.keymap.choice)
     wrong = {made_of[key][0][0].name for key in made}
     used = {made_of[key][0][0].name for key, grad in grads.items() if grad.any()}
