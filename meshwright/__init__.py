@@ -14,9 +14,9 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a module of the package, or all public names, on first use: `meshwright --help` needs no torch."""
-        if name.startswith("__") and name != "__all__":  # the import system and inspect ask for such names
+        if name.startswith("__") and name != "__all__":  # the import system and inspect look up special names
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-        # Modules first: else `from .. import parallel` would import all public names, which import `parallel`.
+        # Try modules first: else `from .. import parallel` would import all public names, which import `parallel`.
         try:
             return importlib.import_module(f".{name}", __name__)
         except ModuleNotFoundError as error:

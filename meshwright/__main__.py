@@ -1,4 +1,4 @@
-"""`python -m meshwright`, where the script of that name is not on the path."""
+"""Run `python -m meshwright`, for when the script of that name is not on the path."""
 
 import sys
 

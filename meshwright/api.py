@@ -1,4 +1,4 @@
-"""The public names, imported. `import meshwright` takes them from this module when the first of them is used."""
+"""Import all public names. `import meshwright` takes them from this module on the first use of one."""
 
 from . import objectives, train, weight_sync
 from .checkpoint import copy_checkpoint

@@ -1,4 +1,4 @@
-"""Mesh axes as arithmetic: sizes, coordinates of a rank, groups that share an axis. No process group.
+"""Mesh axes as arithmetic, without process groups: sizes, coordinates of a rank, groups of ranks along axes.
 
 Six axes: pp (pipeline), replicate (HSDP), fsdp, cp (context), tp (tensor), ep (experts). Ranks are numbered with tp
 innermost, so that its frequent collectives stay within a node. Experts use a second view of the same ranks, in which ep
@@ -17,11 +17,11 @@ from torch import Tensor
 from .errors import MeshError
 
 DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
-EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, as experts are spread over them
-REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
-TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks among which the tokens of a micro-batch are divided
-STAGE = ("fsdp", "cp", "tp")  # the ranks of a replica that hold a pipeline stage between them
-DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts of it
+EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, as axes for experts
+REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that together hold a model
+TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks that divide the tokens of a micro-batch
+STAGE = ("fsdp", "cp", "tp")  # the ranks of a replica that together hold a pipeline stage
+DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
 
 Ranks = TypeVar("Ranks", int, Tensor)
@@ -29,7 +29,8 @@ Ranks = TypeVar("Ranks", int, Tensor)
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce over ranks, as data: `Mesh.all_reduce_` runs it, and the bill of a step charges for it."""
+    """The declaration of an all-reduce over ranks: `Mesh.all_reduce_` runs it, and the bill of a step charges for
+    it."""
 
     name: str  # shown in the error when a rank is lost in it
     axes: tuple[str, ...]
@@ -81,7 +82,7 @@ class Axes:
         return outer if neighbours > 1 else axis, inner if neighbours < size else axis
 
     def size_of(self, axis: str) -> int:
-        """Return the size of one axis, of either view, or of half of one."""
+        """Return the size of an axis of either view, or of a half of an axis."""
         return self._sizes[axis]
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ class Axes:
 
     @property
     def num_data_ranks(self) -> int:
-        """Return the data-parallel size: how many different streams of tokens the ranks read."""
+        """Return the data-parallel size: the number of different streams of tokens that the ranks read."""
         return self.replicate * self.fsdp
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -126,8 +127,8 @@ class Axes:
         return tuple(sorted(ranks))
 
     def _ends_seen_from(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that share a tied embedding with `stage`: both ends share it, a stage between them has no
-        part in it.
+        """Return the stages that share a tied embedding with `stage`: both ends share it, and a stage between them does
+        not.
         """
         ends = tuple(dict.fromkeys((0, self.pp - 1)))
         return ends if stage in ends else (stage,)
@@ -141,7 +142,7 @@ class Axes:
         return [self.group(rank, axes) for rank in firsts]
 
     def strides(self, axes: tuple[str, ...]) -> dict[str, int]:
-        """Return how far apart neighbours on each of `axes` are."""
+        """Return the distance in rank numbers between neighbours on each of `axes`."""
         view = self._view(axes)
         sizes = self.sizes(view)
         strides = {a: prod(sizes[i + 1 :]) for i, a in enumerate(view)}
@@ -156,8 +157,8 @@ class Axes:
 
     @cached_property
     def _views(self) -> list[tuple[str, ...]]:
-        """Return lists of axes that name each rank once: the dense and the expert view, and both with cp or ep split in
-        two.
+        """Return lists of axes whose coordinates identify each rank: the dense and the expert view, and both with cp or
+        ep split in two.
         """
         views = [DENSE, EXPERT]
         for view, axis, size in ((DENSE, "cp", self.cp), (EXPERT, "ep", self.ep)):

@@ -1,6 +1,6 @@
-"""A model before it is placed on a mesh: its config, its module on the meta device, and how its files spell it.
+"""A model before it is placed on a mesh: its config, its module on the meta device, and the key map of its files.
 
-It is made from `config.json` and the headers of the files alone, in milliseconds, and refuses whatever does not fit.
+It is built from only `config.json` and the headers of the files, in milliseconds, and refuses whatever does not fit.
 Loading, the bill, plans and `verify` all read the same blueprint, so they cannot disagree about a model.
 """
 
@@ -25,7 +25,8 @@ from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """All that is known of a model on any mesh. `module` stays whole, and on the meta device until it is placed."""
+    """Everything about a model that does not depend on a mesh. `module` is unsharded, and on the meta device until
+    placed."""
 
     config: Mapping[str, Any]
     module: Decoder
@@ -55,7 +56,8 @@ class Blueprint:
         return blueprint
 
     def with_options(self, **fields: Any) -> Blueprint:
-        """Return the blueprint with other fields of its recipe, but not `head`, `tower`, `mtp`, `fp8`, `fp8_skip`."""
+        """Return the blueprint with other fields of its recipe; `head`, `tower`, `mtp`, `fp8` and `fp8_skip` cannot
+        change."""
         return replace(self, spec=replace(self.spec, recipe=replace(self.recipe, **fields)))
 
     @property
@@ -96,7 +98,7 @@ class Blueprint:
     def trained(self) -> list[str]:
         """Return the names of the parameters that are trained. Refuse a pattern that names none.
 
-        With adapters these are the adapters, a new head, and what `train` names besides.
+        With adapters these are the adapters, a new head, and the other parameters that `train` names.
         """
         patterns = patterns_of(self.recipe.train)
         if self.recipe.lora is None:
@@ -114,7 +116,8 @@ class Blueprint:
         return [p.name for p in self.table if p.adapter or p.name in whole]
 
     def _trained_by(self, patterns: Sequence[str]) -> list[str]:
-        """Return the parameters that patterns train: none without a gradient, and a table only if one names it."""
+        """Return the parameters that patterns train: none without a gradient, and a table only if a pattern names
+        it."""
         able = {param.name: param for param in self.table if param.trains != NEVER}
         for pattern in patterns:
             matched = [param.name for param in self.table if fnmatchcase(param.name, pattern)]
@@ -125,7 +128,7 @@ class Blueprint:
         return [name for name, param in able.items() if name in named or (every and param.trains == ALWAYS)]
 
     def left_out(self, trained: Container[str]) -> str:
-        """Return what the default of `train` leaves out, in words; empty if that is nothing."""
+        """Describe the parameters that the default of `train` leaves out; "" if it leaves out none."""
         left = [param for param in self.table if param.trains != ALWAYS and param.name not in trained]
         tables = [param for param in left if param.trains == IF_NAMED and not self.recipe.lora]
         texts = [
@@ -144,17 +147,17 @@ class Blueprint:
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is stored (mixed precision).
 
-        What is trained, drawn, or never rounded is float32: AdamW updates in bfloat16 would lose steps below half a
-        unit in the last place. What is frozen keeps the dtype of its files, since widening would take memory and change
-        no number.
+        Parameters that are trained, drawn, or never rounded are float32: AdamW updates in bfloat16 would lose steps
+        below half a unit in the last place. Frozen parameters keep the dtype of their files, since widening would take
+        memory and change no number.
 
         A parameter that takes part in no training, unless it is named, keeps the dtype of its files even when drawn.
 
-        The vocabulary of the head is an exception while anything is trained: a large one that is cast for a matmul is
-        cast in slices (ops/loss.py), which would sum the gradients that pass through it in another order.
+        The vocabulary of the head is an exception while anything is trained: a large vocabulary is cast for a matmul in
+        slices (ops/loss.py), which would sum the gradients that pass through it in another order.
         """
         wide, keymap = torch.promote_types(compute, torch.float32), self.keymap
-        is_base = keymap.source is not None or self.recipe.lora is not None  # else drawn, to be trained
+        is_base = keymap.source is not None or self.recipe.lora is not None  # else drawn, in order to be trained
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
 
         def stored(param: Param) -> torch.dtype:
@@ -168,8 +171,8 @@ class Blueprint:
         return {param.name: stored(param) for param in self.table}
 
     def coding(self, param: Param) -> Coding | None:
-        """Return how a matrix is stored if it is frozen: quantised as the recipe says, or as its files have it. None if
-        its values are stored.
+        """Return the coding of a matrix if it is frozen: that of the recipe, or that of its files. None if its values
+        are stored.
         """
         made = self.made
         if made is None:
@@ -184,8 +187,8 @@ class Blueprint:
     def codings(self, trained: Container[str], axes: Axes) -> dict[str, Coding]:
         """Return the frozen matrices that are stored as codes, by name.
 
-        tp may cut the columns of FP8 codes anywhere. It may cut those of 4-bit codes only between blocks: matrices of
-        4-bit files are otherwise stored as values, and a matrix that loading should quantise is refused, because its
+        tp may cut the columns of FP8 codes anywhere. It may cut columns of 4-bit codes only between blocks. Otherwise
+        matrices of 4-bit files are stored as values, and a matrix that loading should quantise is refused, because its
         values would depend on the mesh.
         """
         frozen = (param for param in self.table if param.name not in trained)
@@ -209,7 +212,7 @@ class Blueprint:
         )
 
     def left_wide(self, trained: Container[str], axes: Axes) -> list[str]:
-        """Return the frozen matrices that are stored as values though others of their kind are stored in 4 bits."""
+        """Return the frozen matrices that are stored as values although other frozen matrices are in 4 bits."""
         codings = self.codings(trained, axes)
         if not any(coding.scale is not None for coding in codings.values()):
             return []
@@ -218,7 +221,7 @@ class Blueprint:
 
 
 def _check_frozen(blueprint: Blueprint) -> None:
-    """Refuse `frozen` where there is nothing that it could quantise, or what it would quantise is quantised already."""
+    """Refuse `frozen` if there is nothing to quantise, or if the files are already quantised."""
     made, source = blueprint.made, blueprint.keymap.source
     if made is None:
         return

@@ -1,4 +1,4 @@
-"""Every exception that meshwright raises on purpose.
+"""The exceptions of Meshwright.
 
 MeshwrightError
   x ConfigError (also a ValueError)
@@ -29,7 +29,7 @@ def counted(num: int, noun: str, many: str = "") -> str:
 
 
 class MeshwrightError(Exception):
-    """The root: `except MeshwrightError` catches whatever meshwright refuses, and no bug in any code."""
+    """The root: `except MeshwrightError` catches every refusal of Meshwright, but no programming error."""
 
 
 class ConfigError(MeshwrightError, ValueError):
@@ -100,7 +100,7 @@ class NonFiniteError(MeshwrightError):
 
 
 def failure_in(act: Callable[[], object], kind: type[MeshwrightError], what: str) -> BaseException | None:
-    """Run what one rank does alone; return its failure instead of raising it.
+    """Run `act` on this rank, and return its failure instead of raising it.
 
     The other ranks must learn of it first (`Mesh.all_or_none`); then all raise. Raising at once would leave them
     waiting in their next collective until the timeout.

@@ -1,7 +1,7 @@
 """Detect expert collapse (a router that stops using experts) in the metrics of a run, for the live view and the report.
 
 Routers tend to reinforce the experts that they already use; the auxiliary loss of Switch (arXiv 2101.03961) counters
-that. Collapse shows up in no loss curve at first: the model just trains fewer parameters.
+that. At first collapse does not show in the loss: the model just trains fewer parameters.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 # fraction of the highest load possible.
 _DEAD = 0.25
 _FULL = 0.9
-_FEWEST = 20  # steps before any verdict: a new router may start unevenly
+_FEWEST = 20  # steps before any verdict, because a new router may start unevenly
 
 
 @dataclass
 class ExpertUse:
-    """Counts the steps in which the router has given up experts. `take` gets the lines of metrics.jsonl in order."""
+    """Counts the steps in which the router leaves experts unused. Pass the lines of metrics.jsonl to `take` in
+    order."""
 
     num_experts: int = 0
     top_k: int = 1
@@ -37,7 +38,7 @@ class ExpertUse:
                 self._take_step(line["step"], by_layer, num_dead)
 
     def _take_step(self, step: int, by_layer: list[float], num_dead: int) -> None:
-        """Count one step, and describe it in case it is the last."""
+        """Count one step, and keep its description in case it is the last."""
         worst, total = max(by_layer), self.num_experts * len(by_layer)
         self.num_steps += 1
         self.num_collapsed += num_dead >= _DEAD * total or worst >= _FULL * self.limit

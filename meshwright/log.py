@@ -1,4 +1,4 @@
-"""The package's logger, and progress bars of long work. Imports no torch, so that --help is instant."""
+"""The package's logger, and progress bars for long work. It imports no torch, so that --help is instant."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Show no progress inside, nor in processes forked inside: the caller shows its own."""
+    """Show no progress inside the block, nor in processes forked there: the caller shows its own."""
     token = _quiet.set(True)
     try:
         yield
@@ -31,7 +31,7 @@ def quiet() -> Iterator[None]:
 def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Advance]:
     """Show on stderr how much of `total` is done: a bar on a terminal, else a line now and then.
 
-    Yield `advance(n)`, which any thread may call. Not enabled, it is silent: pass `enabled=rank == 0`.
+    Yield `advance(n)`, which any thread may call. It is silent unless `enabled`: pass `enabled=rank == 0`.
 
         with progress("loading", total=size_bytes, unit="bytes", enabled=True) as advance:
             advance(len(chunk))

@@ -1,4 +1,4 @@
-"""Provenance of results: versions of the package and its dependencies, date and command; imports none of them."""
+"""Provenance of results: versions of the package and its dependencies (without importing them), date and command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _own_version() -> str:
 
 
 def untried() -> str:
-    """Return a sentence about dependencies outside of the bounds that the tests ran with; empty if there are none."""
+    """Return a sentence about dependencies outside the versions that the tests ran with; "" if there are none."""
     try:
         bounds = [Requirement(text) for text in requires("meshwright") or ()]
     except PackageNotFoundError:  # run from a clone that is not installed
@@ -41,6 +41,6 @@ def untried() -> str:
 
 
 def origin(command: str, seed: int | None = None) -> dict[str, str]:
-    """Return what made a result, and when. `seed`: that of weights and data that were drawn."""
+    """Return versions, date and command of a result. `seed`: the seed of drawn weights and data."""
     drawn = {} if seed is None else {"seed": str(seed)}
     return {"command": command, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **drawn, **versions()}

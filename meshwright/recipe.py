@@ -1,7 +1,7 @@
-"""The recipe: all options of how a model is run, in one frozen value.
+"""The recipe: all options for running a model, in one frozen dataclass.
 
-Each option is a dataclass field, declared once in this module. Its metadata makes the argument of `mw.load`, the field
-of a run file, the flag of `plan` and `verify`, and the row of docs/reference.md. The module imports no torch, so that
+Each option is a dataclass field, declared once in this module. From it follow the argument of `mw.load`, the field of a
+run file, the flag of `plan` and `verify`, and the row of docs/reference.md. The module imports no torch, so that
 `--help` answers at once.
 """
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 RECOMPUTE = ("none", "selective", "full")
 ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer
-# Schedules that split backward: gradients of activations at once, because another stage waits for them, and gradients
-# of weights later, to fill the bubble (zero bubble, arXiv 2401.10241).
+# Schedules that split backward: activation gradients come first, because another stage waits for them, and weight
+# gradients later, to fill the bubble (zero bubble, arXiv 2401.10241).
 LATE = ("zero-bubble", "v")
 SCHEDULES = ("1f1b", *LATE)
 FOUR_BITS = ("nf4", "nvfp4", "mxfp4")  # names of codings in ops/codings.py
@@ -31,8 +31,8 @@ def option(default: Any, text: str, **marks: Any) -> Any:
     """Declare an option. `--help` shows the first sentence of `text`.
 
     `marks`: `costs`: text for the reference. `choices`: allowed strings. `number`: the flag for the number of a field
-    that is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have
-    the value that it started with.
+    that is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must keep
+    this value.
     """
     assert marks.keys() <= _MARKS.keys(), f"unknown marks {marks.keys() - _MARKS.keys()}"
     return field(default=default, metadata={**_MARKS, "text": text, **marks})
@@ -101,7 +101,7 @@ class MemoryOptions:
             )
         if self.recompute not in RECOMPUTE:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(RECOMPUTE)}")
-        # Both need the whole unsharded model on the device for a step, and `offload` exists to avoid just that.
+        # Both need the whole unsharded model on the device for a step, which `offload` exists to avoid.
         once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""
         if self.offload and once:
             raise ConfigError(
@@ -123,7 +123,7 @@ class MemoryOptions:
     def gathers_wide(self) -> bool:
         """Return whether FSDP all-gathers values in the compute dtype, even for weights whose matmuls are in FP8.
 
-        Hooks that quantise before the all-gather are lost when parameters are copied from host memory, and they would
+        Copying parameters from host memory loses the hooks that quantise before the all-gather, and these hooks would
         split the graphs of compiled layers.
         """
         return self.offload or self.compiled is True
@@ -176,7 +176,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Options of how mixers see the tokens of other cp ranks. Results differ by rounding only."""
+    """Options for how mixers see the tokens of other cp ranks. Results differ by rounding only."""
 
     attention: int | None = option(
         None, "How many consecutive cp ranks exchange tokens for heads (Ulysses all-to-all, arXiv 2309.14509). Over "
@@ -248,7 +248,8 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Return the factor of `B @ A`, the same for all adapters: inference engines know no other for single ones."""
+        """Return the factor of `B @ A`. It is the same for all adapters, since inference engines support no factor per
+        adapter."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -256,7 +257,7 @@ class Lora:
 class Recipe:
     """The options of `mw.load` other than the model and the mesh.
 
-    A recipe says how a model is run. `memory`, `pipeline` and `context` change results by rounding only.
+    A recipe determines how a model is run. `memory`, `pipeline` and `context` change results by rounding only.
     """
 
     head: str = option(
@@ -345,7 +346,7 @@ class Recipe:
             )
 
     def _check_labels(self) -> None:
-        """Refuse labels that are no names, and those of another head."""
+        """Refuse labels that are not names, and labels without a value head."""
         given: object = self.labels
         if not isinstance(given, list | tuple) or not all(isinstance(each, str) and each for each in given):
             raise ConfigError(f"labels={given!r:.200} must be a list of names")

@@ -3,10 +3,10 @@ collective.
 
 A collective in a background thread can deadlock with those of training: NCCL gives no order between two communicators
 in flight. So everything that needs other ranks happens before `save` returns, and the threads agree through the run's
-TCP store, which no training step uses. A failure is kept until the next call that asks for it.
+TCP store, which no training step uses. A failure is kept until the next call that checks for one.
 
-Staging copies CPU tensors too. torch's async_save did not, and stored values of later steps (pytorch#144657). Ranks
-that classify an error differently must not wait for each other forever (xtuner#1852): hence the deadline.
+Staging also copies CPU tensors. torch's async_save did not, and stored values of later steps (pytorch#144657). The
+deadline exists because ranks that classify an error differently must not wait for each other forever (xtuner#1852).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DONE = "done"
 
 
 class StoreAgreement:
-    """An agreement through the TCP store of the run: each rank posts what it wrote, rank 0 commits, all read the
+    """An agreement through the TCP store of the run: each rank posts its result, rank 0 commits, all ranks read the
     outcome."""
 
     def __init__(self, mesh: Mesh, mark: str) -> None:
@@ -41,7 +41,7 @@ class StoreAgreement:
         """Post this rank's result; on rank 0, wait for all results. Other ranks get an empty list."""
         message = {"failure": f"{type(failure).__name__}: {failure}" if failure else "", "part": asdict(part)}
         self.store.set(str(self.mesh.rank), json.dumps(message))
-        # Only rank 0 needs the results of all; the others go on to `end` and wait for its verdict.
+        # Only rank 0 needs all results; the other ranks go on to `end` and wait for its verdict.
         if self.mesh.rank:
             return []  # only rank 0 commits
         try:
@@ -60,7 +60,7 @@ class StoreAgreement:
     def end(self, failure: BaseException | None) -> None:
         """Post the outcome on rank 0; raise on all ranks if the save failed.
 
-        The message of a failure is the value of the key, "" for success, so one key carries both.
+        The value of the key is the message of the failure, or "" for success, so one key carries both.
         """
         if self.mesh.rank == 0:
             self.store.set(_DONE, str(failure or ""))
@@ -79,19 +79,19 @@ class StoreAgreement:
 
 
 class SaveJob:
-    """A save in the background. Creating it copies the saved state, which takes as much host memory until it is
+    """A save in the background. Creating a job copies the saved state, which takes as much host memory until it is
     written.
 
-    Its host memory is one copy of weights, masters and optimizer state of this rank. That is the price of not waiting
-    for the disk.
+    A job takes host memory for one copy of this rank's weights, masters and optimizer state, so that training need not
+    wait for the disk.
     """
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.directory = final_place(content.folder, content.step)
         self.failure: BaseException | None = None
         rank_files = RankFiles(content, mesh)
-        # All copies and exchanges happen now, while training waits. `keep=True` makes each write own its data: the live
-        # tensors change with the next optimizer step.
+        # All copies and exchanges happen now, while training waits. With `keep=True` each write owns its data, because
+        # the live tensors change with the next optimizer step.
         staged = deque(rank_files.write_actions(keep=True))
         agreement = StoreAgreement(mesh, rank_files.path.name)
         # Not a daemon thread: the interpreter waits for it at exit, so a script that ends keeps its last checkpoint.
@@ -99,9 +99,9 @@ class SaveJob:
         self._thread.start()
 
     def _run(self, rank_files: RankFiles, staged: deque[WriteAction], agreement: StoreAgreement) -> None:
-        """Write, and keep a failure for whoever asks."""
+        """Write, and keep a failure for the next call that checks for one."""
         try:
-            # No progress bar: it would be drawn over the one of training.
+            # No progress bar here: it would overwrite that of training.
             with quiet():
                 # Writes are popped, so that each copy is freed as soon as it is on its way to disk.
                 rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)
@@ -112,14 +112,14 @@ class SaveJob:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it still writes."""
+        """Return whether the save is still running."""
         return self._thread.is_alive()
 
     @property
     def succeeded(self) -> bool:
-        """Return whether it has ended without a failure."""
+        """Return whether the save has ended without a failure."""
         return not self.is_running and self.failure is None
 
     def wait(self) -> None:
-        """Wait until it has ended, well or not."""
+        """Wait until the save has ended, with or without a failure."""
         self._thread.join()

@@ -1,9 +1,9 @@
 """Declare the content of a checkpoint before anything is written: state sets, their keys, dtypes and files.
 
 State is keyed by parameter, never by position in an optimizer's param groups: positions shift when a parameter is
-frozen or a stage moves. Which state is saved follows from the set of trained parameters. torch's state exists only
-after a first step, so a save before it was empty without an error (pytorch#140898), and parameters without a gradient
-so far lack state on some ranks (verl#7283).
+frozen or a stage moves. The set of trained parameters determines the saved state. torch's state exists only after a
+first step, so an earlier save was empty without an error (pytorch#140898), and parameters that have had no gradient
+lack state on some ranks (verl#7283).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..optim import SCALES
 from ..sharding import ShardingSpec, Table, rows_to_write
 from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
 
-PARAMETERS = WEIGHTS, MASTER = "weights", "master"  # all other planes are optimizer state, each named as it is
+PARAMETERS = WEIGHTS, MASTER = "weights", "master"  # all other state sets are optimizer state under its own names
 Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
 
 
@@ -35,7 +35,7 @@ class StateSet:
 
     @property
     def folder(self) -> str:
-        """Return the folder inside of the checkpoint; weights are at its top, so that the checkpoint is a model
+        """Return the folder inside the checkpoint; weights are at its top, so that the checkpoint is a model
         directory."""
         return "" if self.name == WEIGHTS else self.name
 
@@ -51,7 +51,7 @@ def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, state: Mapping[str, 
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
     planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, **state}
-    made: dict[object, KeyMap] = {}  # 37,000 keys: planes of equal dtypes share them, and their headers
+    made: dict[object, KeyMap] = {}  # state sets of equal dtypes share 37,000 keys and their headers
     for name, dtypes in others.items():
         if dtypes:
             same_dtypes = frozenset(dtypes.items())
@@ -62,7 +62,7 @@ def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, state: Mapping[str, 
 
 
 def _rounds(keymap: KeyMap, keys: Sequence[str], dtype: torch.dtype) -> bool:
-    """Return whether the files' dtype cannot hold all that is stored of a parameter."""
+    """Return whether the files' dtype would round the stored values of a parameter."""
     in_files = {DTYPES[kind] for kind in {keymap.keys[key].dtype for key in keys}}
     return any(torch.promote_types(kind, dtype) != kind for kind in in_files)
 
@@ -78,7 +78,7 @@ def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dt
     for param, dtype in dtypes.items():
         for key in keys_of[param]:
             of_key.setdefault(key, set()).add(dtype)
-    with collector_paused():  # of 100,000 new keys none is garbage
+    with collector_paused():  # none of 100,000 new keys is garbage
         kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
         keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, key.file) for key, kinds in kept}
     return KeyMap(keymap.choice, keys)
@@ -95,7 +95,7 @@ def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
 
 
 def with_zeros(values: Values, plane: StateSet, table: Table, stored: Values) -> Values:
-    """Add zeros for parameters that share a key with a value but have none: every byte of a file must be written.
+    """Add zeros for parameters without a value that share a key with one: every byte of a file must be written.
 
     Example: a fused key holds q, k and v, and only q is trained. Its moments exist for q; k and v get zeros in the same
     tensor.
@@ -124,7 +124,8 @@ class Keep:
 
 @dataclass(frozen=True)
 class Content:
-    """All that one save writes. `values`: by state set, this rank's shards. `random`: states of this rank's generators.
+    """Everything that one save writes. `values`: this rank's shards by state set. `random`: states of this rank's
+    generators.
 
     `export` describes the files next to the weights; its directory is the folder of checkpoints.
     """
@@ -155,11 +156,11 @@ class Content:
         return sum(head.file_bytes for head in heads)
 
     def by_values(self) -> Iterator[Group]:
-        """Yield values with all state sets that they go to: a weight is exchanged once and written as weight and as
-        master.
+        """Yield values with all state sets that they belong to: a weight is exchanged once, and written as weight and
+        as master.
 
         For float32 weights there is no master. For bfloat16 files the float32 values are rounded while the weights are
-        written, and written as they are to `master`.
+        written, and written unchanged to `master`.
         """
         of: dict[int, list[StateSet]] = {}
         for plane in self.planes:
@@ -169,7 +170,7 @@ class Content:
             yield with_zeros(stored, planes[0], self.spec.table, self.values[WEIGHTS]), planes
 
     def num_elements(self, axes: Axes, rank: int) -> int:
-        """Return how many elements a rank writes, each value once."""
+        """Return how many elements a rank writes, counting each value once."""
         local_numel = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
         return sum(local_numel[name] for values, _ in self.by_values() for name in values)
 

@@ -1,7 +1,8 @@
 """Copy a checkpoint to an object store or another disk and back, through fsspec (`s3://`, `gs://`, ...).
 
-Object stores have no atomic rename, and some show an object whose upload failed. So only the manifest counts, and it is
-sent last, when all other objects have arrived in full. Every byte is compared with its checksum in both directions.
+Object stores have no atomic rename, and some show an object whose upload failed. So only the manifest makes a copy
+valid, and it is sent last, when all other objects have arrived in full. Every byte is compared with its checksum in
+both directions.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from .folder import Draft, final_place, find, step_name
 from .manifest import STEP, Manifest, read_manifest, read_parts
 
 TRIES = 4
-_WAIT_S = 1.0  # before the second try; each further one waits twice as long
+_WAIT_S = 1.0  # before the second try; the wait doubles for each further try
 _FILES_AT_ONCE = 8
-_PART_BYTES = 32 << 20  # of a multipart upload: S3 allows 10,000 parts an object, so 335 GB
+_PART_BYTES = 32 << 20  # per part of a multipart upload: S3 allows 10,000 parts per object, so 335 GB
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 Given = str | os.PathLike[str]
@@ -37,7 +38,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Place:
-    """A directory that fsspec reaches. `url`: as the user wrote it."""
+    """A directory that fsspec reaches. `url`: its URL as the user wrote it."""
 
     fs: Any  # fsspec has no types
     path: str
@@ -54,7 +55,7 @@ class Place:
         """Return the size of every file below, by relative name."""
 
         def listed() -> Mapping[str, Mapping[str, Any]]:
-            # fsspec caches listings, also of what this process has written since.
+            # fsspec caches listings, which then miss what this process has written since.
             self.fs.invalidate_cache()
             return self.fs.find(self.path, detail=True) if self.fs.exists(self.path) else {}
 
@@ -78,7 +79,7 @@ def copy_checkpoint(source: Given, target: Given) -> str:
 
     Both may be directories or URLs that fsspec knows (`s3://bucket/run` needs s3fs). Run it in one process.
 
-    A copy that was cut off can be repeated: files are written again, and without a manifest nothing counts.
+    An interrupted copy can be repeated: files are written again, and without a manifest nothing counts as a checkpoint.
     """
     with contextlib.ExitStack() as stack:
         small = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -103,9 +104,9 @@ def _place(given: Given) -> Place:
 
 
 def tried(act: Callable[[], Answer], what: str) -> Answer:
-    """Try a few times with growing pauses: networks fail now and then, and every store raises its own exceptions.
+    """Try a few times with growing pauses: networks fail occasionally, and every store raises its own exceptions.
 
-    Errors that will not go away (permissions, missing files) are not tried again.
+    Permanent errors (permissions, missing files) are not retried.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -172,7 +173,7 @@ def _read_small(place: Place, small: Path) -> Whole:
 def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
     """Run functions in threads; the first error, or Ctrl-C, cancels those that have not begun.
 
-    Threads: uploads wait for the network, and xxh3 and reads release the GIL.
+    Threads suffice: uploads wait for the network, and xxh3 and reads release the GIL.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         waiting = [threads.submit(act) for act in acts.values()]
@@ -244,9 +245,9 @@ def _check_size(target: Place, num_bytes: int) -> None:
 
 
 def _send(checkpoint: Whole, target: Place) -> str:
-    """Copy to a store, the manifest last. If the store has an identical copy already, do nothing.
+    """Copy to a store, the manifest last. If the store already has an identical copy, do nothing.
 
-    Objects are overwritten if an earlier copy was cut off; only a complete manifest protects a checkpoint from that.
+    Objects of an interrupted copy are overwritten; only a complete manifest protects a checkpoint from that.
     """
     text = (checkpoint.small / MANIFEST).read_bytes()
     earlier_text = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""

@@ -1,14 +1,14 @@
-"""Interoperate with torch.distributed.checkpoint (DCP): a tensor subclass that tells its planner which boxes this rank
-holds.
+"""Interoperate with torch.distributed.checkpoint (DCP): a tensor subclass that tells DCP's planner which boxes this
+rank holds.
 
 A DTensor cuts a dim into equal parts in rank order. Our shards are rows of a matrix that tp or ep has already cut, so a
-fused key may hold several ranges of it on one rank. No DTensor placement says that, and one that comes close loses
+fused key may hold several ranges of it on one rank. No DTensor placement can express that, and the closest one loses
 rows: uneven `_StridedShard` over 3 or more shards (pytorch#168134). DCP asks any tensor for its chunks through
 `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`; these names are private, so a test pins
 the torch versions.
 
 Wrappers that copy the placement of a 2-D weight to a 3-D stack of expert weights save the wrong dim as sharded
-(TransformerEngine#2713); boxes have no placement to get wrong.
+(TransformerEngine#2713); boxes avoid placements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _new_empty = torch.ops.aten.new_empty.default
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a key and the memory that holds it. Of copies on several ranks one is written."""
+    """A box of a key and the memory that holds it. If several ranks hold copies, one of them is written."""
 
     start: tuple[int, ...]
     values: Tensor
@@ -57,10 +57,10 @@ class Part:
 
 
 class Sharded(Tensor):
-    """A tensor of the whole shape that holds `parts` of it: live memory. It supports no tensor operation.
+    """A tensor with the whole shape that holds only `parts` of it, in live memory. It supports no tensor operation.
 
-    It answers the same questions as a DTensor in DCP's planner, but with any set of boxes. It is a wrapper subclass
-    without storage; operations on it raise instead of computing with nothing.
+    To DCP's planner it behaves like a DTensor, but with any set of boxes. It is a wrapper subclass without storage, so
+    operations on it raise.
     """
 
     parts: list[tuple[tuple[int, ...], Tensor, bool]]
@@ -77,7 +77,7 @@ class Sharded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # the stub is of another torch
-        if func is _new_empty:  # async_save deep-copies it: torch creates an empty one, then copies `parts`
+        if func is _new_empty:  # async_save deep-copies it: torch creates an empty tensor, then copies `parts`
             return Sharded(args[1], args[0].dtype, [])
         raise StateError(
             f"{func} on a tensor of engine.state_dict(): this rank holds parts of it, which only "
@@ -88,7 +88,7 @@ class Sharded(Tensor):
         return f"Sharded({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts on this rank)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return what this rank writes, for the planner of a save."""
+        """Return the write items of this rank, for the planner of a save."""
         return [self._item(fqn, part) for part in self.held() if part.written]
 
     def _item(self, fqn: str, part: Part) -> WriteItem:
@@ -157,7 +157,7 @@ def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def take(local: Sharded, loaded: Tensor, key: str) -> None:
-    """Copy a loaded tensor into this rank's memory, or do nothing where it is that memory.
+    """Copy a loaded tensor into this rank's memory; do nothing where both are the same memory.
 
     Boxes must match exactly: a state dict of another mesh must be loaded through DCP, whose planner reshards, not
     copied.
@@ -195,7 +195,7 @@ _CLASSES = {
 
 
 class _Known(pickle.Unpickler):
-    """An unpickler for DCP's metadata that allows its classes only. A pickle can run any code when it is loaded."""
+    """An unpickler for DCP's metadata that allows its classes only. A pickle can run any code on loading."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of DCP's metadata, and refuse any other."""
@@ -207,7 +207,7 @@ class _Known(pickle.Unpickler):
 class TorchFiles(FileSystemReader):
     """A directory that `torch.distributed.checkpoint.save` wrote, read tensor by tensor.
 
-    DCP's metadata is a pickle. It is loaded by an unpickler that knows the dozen classes DCP writes and no others.
+    DCP's metadata is a pickle. It is loaded by an unpickler that allows only the dozen classes that DCP writes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -236,7 +236,7 @@ class TorchFiles(FileSystemReader):
 
 
 def _contents(directory: Path) -> Metadata:
-    """Read and check the metadata: its classes, and that files lie inside of the directory."""
+    """Read and check the metadata: its classes, and that files lie inside the directory."""
     path = directory / TORCH_LIST
     try:
         metadata = _Known(io.BytesIO(path.read_bytes())).load()

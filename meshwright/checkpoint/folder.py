@@ -1,12 +1,12 @@
 """A folder of checkpoints: step names, the newest complete one, atomic creation, retention, and clean-up after kills.
 
 A checkpoint is written as `.step-000200.unfinished-<suffix>` and renamed when it is complete. Its writer holds an flock
-on a file inside, so a later save can remove the leftovers of a killed process and never those of a live one: several
-jobs may share a folder.
+on a file inside, so a later save removes the leftovers of a killed process but never those of a live one: several jobs
+may share a folder.
 
-When it replaces another of the same step, the old one is `.step-000200.replaced-<suffix>` for a moment. If the process
-dies in that moment, both are complete under hidden names, which readers try too. `.step-000200.removed-<suffix>` is
-being deleted.
+When it replaces a checkpoint of the same step, the old one is `.step-000200.replaced-<suffix>` for a moment. If the
+process dies in that moment, both are complete under hidden names, which readers try too. A directory
+`.step-000200.removed-<suffix>` is being deleted.
 
 The tests replay every prefix of a save's system calls as a power cut (each file and name that was not fsynced kept,
 lost or torn) and look for a complete checkpoint.
@@ -37,14 +37,14 @@ from ..weights import MANIFEST, TRAINER, check_writable, to_disk
 from .content import MASTER, RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
-CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first next to the second
+CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` has both in its directory
 # Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
-_STATE_SETS = (MASTER, *AdamW.state_names)  # the other files tell a checkpoint of another optimizer
+_STATE_SETS = (MASTER, *AdamW.state_names)  # of AdamW; the files below also reveal other checkpoints
 _CHECKPOINT_FILES = (
     TRAINER, *(f"{name}/*.safetensors" for name in _STATE_SETS), RANDOM_FILE, f"{PARTS}/[0-9]*.json"
 )  # fmt: skip
-_MAKING_S = 3600.0  # a directory without a lock file may be just being created; older ones are leftovers
+_MAKING_S = 3600.0  # a newer directory without a lock file may still be in creation; older ones are leftovers
 
 
 def step_name(step: int) -> str:
@@ -63,7 +63,7 @@ class Candidate:
 
     step: int
     visible: bool  # has its final name
-    newer: bool  # of two hidden directories of one step, the one that was being saved
+    newer: bool  # the one that was being saved, of two hidden directories of a step
     path: Path
 
 
@@ -87,7 +87,7 @@ def _is_interrupted_swap(path: Path, hidden: re.Match[str]) -> bool:
 def newest_whole(folder: Path, exclude: Path | None = None) -> Path | None:
     """Return the newest checkpoint whose files all exist in their full sizes.
 
-    Sizes, not bytes: reading a terabyte to choose a directory would be too slow, and a resume verifies the bytes.
+    Only sizes are checked: reading a terabyte to choose a directory would be too slow, and a resume verifies the bytes.
     """
     candidates = (candidate.path for candidate in checkpoints(folder))
     return next((path for path in candidates if path != exclude and not why_not_whole(path)), None)
@@ -96,10 +96,10 @@ def newest_whole(folder: Path, exclude: Path | None = None) -> Path | None:
 def is_checkpoint(directory: Path) -> bool:
     """Return whether a directory has a manifest. Refuse one that has other files of a checkpoint but no manifest.
 
-    A copy that was cut off looks like that. Loaded as a plain model it would give rounded weights, no optimizer state
-    and step 0, silently.
+    An interrupted copy looks like that. If loaded as a plain model, it would silently give rounded weights, no
+    optimizer state and step 0.
 
-    `lexists`, not `exists`: a broken link at the manifest's place is damage, not absence.
+    `lexists` instead of `exists`: a broken link in place of the manifest is damage, not absence.
     """
     if os.path.lexists(directory / MANIFEST):
         return True
@@ -117,8 +117,8 @@ def is_checkpoint(directory: Path) -> bool:
 def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
     """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except `exclude`.
 
-    Damaged and incomplete checkpoints are skipped with a warning. If the user named one directly, it is an error
-    instead: an older one is not what the user named.
+    Damaged and incomplete checkpoints are skipped with a warning. If the user named such a checkpoint directly, that is
+    an error, because the user did not ask for an older one.
     """
     if is_checkpoint(directory):
         return directory
@@ -149,7 +149,7 @@ def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
 
 
 def newest_of(directory: Path) -> Path:
-    """Return the newest complete checkpoint of a run or folder; any other directory as it is."""
+    """Return the newest complete checkpoint of a run or folder; any other directory unchanged."""
     return find(directory) if _is_run(directory) or checkpoints(directory) else directory
 
 
@@ -167,7 +167,7 @@ def _is_run(directory: Path) -> bool:
 class Draft:
     """A checkpoint that is being written, by the process that holds its lock.
 
-    Use it as a context: it removes itself on an error. `commit` is the only way to make it visible.
+    Use it as a context manager: it removes itself on an error. `commit` is the only way to make it visible.
     """
 
     def __init__(self, folder: Path, step: int, num_bytes: int = 0) -> None:
@@ -191,10 +191,10 @@ class Draft:
             self.abandon()
 
     def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint: fsync directories, write the manifest, rename, fsync the parent.
+        """Turn the draft into a checkpoint: fsync directories, write the manifest, rename, fsync the parent.
 
-        In this order. Manifest before data would make a torn checkpoint look complete; without the last fsync a power
-        cut may undo the rename. All files have been fsynced before.
+        The order matters. A manifest before the data would make a torn checkpoint look complete; without the last fsync
+        a power cut may undo the rename. All files were fsynced before.
         """
         # An fsynced file whose name is not fsynced may still vanish in a power cut: names belong to the directory.
         for directory in (path for path in self.path.rglob("*") if path.is_dir()):
@@ -208,17 +208,17 @@ class Draft:
             self.final.rename(replaced)
         self.path.rename(self.final)
         to_disk(self.folder)
-        # The lock file is inside, and has moved with the directory.
+        # The lock file has moved with the directory.
         self._unlock(self.final)
         _remove(replaced)
 
     def abandon(self) -> None:
-        """Remove it."""
+        """Remove the draft."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock(self.path)
 
     def _unlock(self, directory: Path) -> None:
-        """Remove and release the lock."""
+        """Remove the lock file and release the lock."""
         with contextlib.suppress(OSError):
             (directory / LOCK).unlink()
         if self._lock is not None:
@@ -227,7 +227,7 @@ class Draft:
 
 
 def _make_durable(folder: Path) -> None:
-    """Create a folder and fsync its parents: a power cut could otherwise lose it with everything inside."""
+    """Create a folder and fsync its parents, or a power cut could lose it with everything inside."""
     if not folder.is_dir():
         _make_durable(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -259,11 +259,11 @@ def _check_place(final: Path, num_bytes: int) -> None:
 def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     """Remove checkpoints that `keep` does not cover, among those up to `step`.
 
-    Kept: later steps (another run's, or taken back by a rewind), the directory that the model was loaded from
-    (`in_use`), and as many good ones as `keep.last` says. A checkpoint with NaN weights does not count: a run that
-    diverged must not push out the last one it could resume from.
+    It keeps later steps (of another run, or undone by a rewind), the directory that the model was loaded from
+    (`in_use`), and the last `keep.last` good checkpoints. A checkpoint with NaN weights does not count: a run that
+    diverged must not push out the last one that it could resume from.
 
-    `every` keeps milestones for ever, `last` bounds the disk.
+    `every` keeps milestones forever, `last` bounds disk space.
     """
     own_run = [
         candidate
@@ -272,14 +272,14 @@ def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     ]
     num_good = 0
     for candidate in own_run:
-        # Newest first, so the first `last` good ones stay, and checkpoints with NaN among them stay too until they are
-        # older.
+        # Newest first, so the first `last` good checkpoints stay. Checkpoints with NaN among them stay too, until they
+        # are older.
         if num_good < (keep.last or 0):
             num_good += _is_good(candidate.path)
             continue
         if (keep.every and candidate.step % keep.every == 0) or (in_use.exists() and candidate.path.samefile(in_use)):
             continue
-        # Renamed first: a deletion that is interrupted must not leave a visible checkpoint with half of its files.
+        # Rename first: an interrupted deletion must not leave a visible checkpoint with half of its files.
         removed = folder / f".{step_name(candidate.step)}.removed-{secrets.token_hex(4)}"
         candidate.path.rename(removed)
         _remove(removed)
@@ -299,9 +299,10 @@ def later_than(folder: Path, step: int) -> list[Path]:
 
 
 def _clean(folder: Path) -> None:
-    """Complete or remove what killed processes left, unless somebody holds its lock."""
+    """Complete or remove leftovers of killed processes, unless a process holds their lock."""
     for path, final, suffix in sorted(_leftovers(folder)):
-        # A directory with a manifest was complete when its writer died in the swap: it is renamed, not removed.
+        # If a directory has a manifest, its writer died in the swap after completing it, so rename it instead of
+        # removing it.
         is_complete = (path / MANIFEST).is_file() and not why_not_whole(path)
         # The lock of the draft covers all three hidden names of one save.
         with _lock_of(folder / f".{final.name}.unfinished-{suffix}") as is_free:
@@ -323,7 +324,7 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _taken_by_readers(folder: Path, final: Path) -> Path:
-    """Return which hidden directory a reader would take for `final`."""
+    """Return the hidden directory that a reader would use as `final`."""
     step = int(final.name[5:])
     return next(each.path for each in checkpoints(folder) if each.step == step)
 
@@ -333,8 +334,7 @@ def _locked(path: Path) -> int | None:
     process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # flock, not a file with a pid: the kernel releases it when the process dies, however it dies, and pids are
-        # reused.
+        # flock instead of a file with a pid: the kernel releases it however the process dies, and pids are reused.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
@@ -344,7 +344,7 @@ def _locked(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _lock_of(directory: Path) -> Iterator[bool]:
-    """Try to hold the lock of a directory for a block; yield whether it is free."""
+    """Try to hold the lock of a directory during the block; yield whether it was free."""
     if not (directory / LOCK).exists():
         yield not directory.exists() or time.time() - directory.stat().st_mtime > _MAKING_S
         return

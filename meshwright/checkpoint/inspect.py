@@ -45,7 +45,7 @@ def opened_at(directory: Path) -> Checkpoint:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds, as JSON."""
+    """Return a summary of a checkpoint as JSON."""
     manifest, trainer = checkpoint.manifest, checkpoint.trainer
     planes = {}
     for name, source in checkpoint.planes.items():
@@ -72,7 +72,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 def unlisted_files(checkpoint: Checkpoint) -> list[str]:
     """Return files in the directory that the manifest does not list.
 
-    They are harmless, but often the sign of a manual edit.
+    These files are harmless, but often a sign of a manual edit.
     """
     listed = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
     siblings = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
@@ -80,9 +80,9 @@ def unlisted_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_bytes(checkpoint: Checkpoint) -> list[str]:
-    """Read every byte, and return what fails its checksum.
+    """Read every byte, and return the extents that fail their checksums.
 
-    Four readers: enough to keep a disk busy, few enough not to thrash it.
+    Four readers are enough to keep a disk busy, and few enough not to thrash it.
     """
     extents = [(file, extent) for file, group in checkpoint.extents.of_file.items() for extent in group]
     label, total = f"check {checkpoint.directory}", checkpoint.extents.num_bytes
@@ -109,8 +109,8 @@ def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
 def differences(checkpoint: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
     """Compare two checkpoints tensor by tensor, in every state set.
 
-    Values are compared as float64, so checkpoints in different dtypes can be compared; the dtype is a difference of its
-    own.
+    Values are compared as float64, so checkpoints in different dtypes can be compared; a different dtype is a
+    difference too.
     """
     for plane in dict.fromkeys((*checkpoint.planes, *other.planes)):
         own_entries, other_entries = (c.planes[plane].entries if plane in c.planes else {} for c in (checkpoint, other))
@@ -132,7 +132,7 @@ def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
     largest, num = 0.0, 0
     for a, b in zip(_parts(*both[0]), _parts(*both[1]), strict=True):
         distance = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
-        # Not `distance > 0`: the distance of NaN and a number is NaN, which compares false with everything.
+        # `distance > 0` would miss NaN: its distance to a number is NaN, which compares false with everything.
         unequal = ~(distance == 0) & ~(a.isnan() & b.isnan())
         num += int(unequal.sum())
         largest = max(largest, float(distance[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
@@ -141,11 +141,11 @@ def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
 
 
 def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
-    """Yield a tensor in parts of equally many elements whatever its dtype, so that two dtypes can be compared."""
+    """Yield a tensor in parts with the same number of elements for every dtype, so that two dtypes can be compared."""
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"{entry.key} is {entry.dtype}, which torch has no dtype for; compare its bytes with cmp")
     dtype = DTYPES[entry.dtype]
-    # Counted in elements of 8 bytes, so that bfloat16 and float32 versions of a tensor are cut at the same elements.
+    # Count elements as if of 8 bytes, so that bfloat16 and float32 versions of a tensor are cut at the same elements.
     step = _PART_BYTES // 8 * dtype.itemsize
     with opened(source.directory / entry.file) as file:
         for at in range(entry.start, entry.stop, step):

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: it lists every file and is written last, so a directory with a valid manifest is
 complete.
 
-Each rank lists what it wrote, with checksums, in its own file; the manifest has only the checksums of these lists.
+Each rank lists its written extents with checksums in its own file; the manifest has only the checksums of these lists.
 So no rank gathers a list of the whole checkpoint. docs/checkpoint-format.md describes both for other programs.
 
 Shortened example:
@@ -49,8 +49,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     checksum."""
     parts = {name: f"{number:016x}" for name, number in manifest.parts.items()}
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest), "parts": parts}
-    # The checksum is the last field of the file and covers every byte before it. A prefix of the file can then never be
-    # a valid manifest, whatever the file system did.
+    # The checksum is the last field of the file and covers every byte before it. So a prefix of the file is never a
+    # valid manifest, whatever the file system did.
     text = json.dumps(fields, indent=1)[:-2]
     temporary = directory / f".{MANIFEST}"
     temporary.write_text(f'{text}{_ENDING}{_checksum(text)}"}}\n')
@@ -65,11 +65,12 @@ def _checksum(text: str) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check a manifest. Raise BrokenFile if it is torn, of another version, or names a path outside."""
+    """Read and check a manifest. Raise BrokenFile if it is torn, has another version, or names a path outside the
+    directory."""
     path = directory / MANIFEST
     fields, _ = read_stamped_json(path)
     text, ending, stored_checksum = path.read_text().rpartition(_ENDING)
-    # Compared as text before any field is used: JSON that still parses after a bit flip must not get further.
+    # Compare the text before any field is used: JSON that still parses after a bit flip must not be accepted.
     if not ending or stored_checksum != f'{_checksum(text)}"}}\n':
         raise BrokenFile(f"{path} fails its own checksum; fetch it again, or use another checkpoint")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
@@ -99,10 +100,9 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _relative_path(name: str, *, empty: bool = False) -> str:
-    """Check a path: inside of the directory, and in canonical form, so that two spellings cannot name one file.
+    """Check that a path is inside the directory and in canonical form, so that two spellings cannot name one file.
 
-    A manifest may come from elsewhere, and `../../.ssh/authorized_keys` must not be a file of a checkpoint that is
-    copied.
+    A manifest may come from elsewhere, and copying a checkpoint must never write `../../.ssh/authorized_keys`.
     """
     parts = PurePosixPath(name).parts
     if "\0" in name or "\\" in name or ".." in parts or name.startswith("/") or "/".join(parts) != name:
@@ -115,7 +115,7 @@ def _relative_path(name: str, *, empty: bool = False) -> str:
 def why_not_whole(directory: Path) -> str:
     """Return why a directory is not a complete checkpoint, or "". Sizes are compared, bytes are not read.
 
-    The cheap test of completeness: a stat for each file.
+    This is the cheap test of completeness: one stat per file.
     """
     try:
         manifest = read_manifest(directory)
@@ -135,7 +135,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def check_name(directory: Path, manifest: Manifest) -> None:
-    """Refuse a step under the name of another: it would be resumed, or replaced, as that one."""
+    """Refuse a step under the name of another step, as which it would be resumed or replaced."""
     step_in_name = STEP.fullmatch(directory.name)
     if step_in_name and int(step_in_name[1]) != manifest.step:
         raise BrokenFile(
@@ -160,8 +160,8 @@ def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
 class Part:
     """The report of one rank: its list of extents, the checksum of that list, and the bytes that it lists.
 
-    `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1. The commit adds up what
-    all ranks report. Only these four numbers a rank are sent, for a model of any size.
+    `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1. The commit adds up the
+    reports of all ranks. Each rank sends only these four numbers, for a model of any size.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Part:
 
     @staticmethod
     def from_floats(rank: int, floats: Sequence[float]) -> Part:
-        """Decode what another rank sent."""
+        """Decode the report of another rank."""
         num_bytes, high, low, not_finite = map(int, floats)
         return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
@@ -196,7 +196,7 @@ def part_name(rank: int) -> str:
 def read_parts(directory: Path, manifest: Manifest) -> Extents:
     """Read all lists. Raise BrokenFile unless their extents tile every file.
 
-    Lists are verified before they are parsed, then all extents together must tile all files.
+    Each list is verified before it is parsed; then all extents together must tile all files.
     """
     extents = Extents()
     for name, digest in manifest.parts.items():
@@ -211,8 +211,8 @@ def read_parts(directory: Path, manifest: Manifest) -> Extents:
             extents.update(extents_of_json(text))
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
-    # Tiling is checked, not only checksums: a rank that never wrote its part leaves a hole of zeros that
-    # every existing extent agrees with.
+    # Checksums are not enough: a rank that never wrote its part leaves a hole of zeros, which contradicts no extent. So
+    # tiling is checked too.
     for file, num_bytes in manifest.files.items():
         if wrong := extents.find_gap(file, num_bytes):
             raise BrokenFile(f"{directory / file}: {wrong}, so it was not written completely; use another checkpoint")

@@ -1,9 +1,9 @@
 """Restore a checkpoint onto any mesh (resharding), and verify every byte of it on the way.
 
 Each rank intersects its boxes with the tensors of the files and reads those ranges; the mesh that saved plays no part.
-An extent inside of what a rank reads is verified as it is read; one that is read in part is read whole. What no rank
-needs (weights that are rounded masters, untrained tensors, small files) is divided among ranks and verified too: damage
-should raise now, not when the file is needed.
+A rank verifies each extent that it reads, and reads an extent whole even if it needs only a part. Bytes that no rank
+needs (weights that are rounded masters, untrained tensors, small files) are divided among ranks and verified too:
+damage should raise now, not when the file is needed.
 
 Example: saved on fsdp=4, restored on tp=2. A tp rank needs columns 0 to D/2 of `o_proj`: a strip of every row. Rows
 were written in four extents, each of which it reads in part, so each is verified whole, once. The other tp rank does
@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def parameters(self) -> Source:
-        """Return the source of parameters: masters where there are some, weights otherwise.
+        """Return the source of parameters: masters if there are any, weights otherwise.
 
         Masters are float32 where the files of the weights are bfloat16. Resuming from rounded weights would lose the
         small updates of many steps.
@@ -76,10 +76,10 @@ class Checkpoint:
         )
 
     def random_rows(self, mesh: Mesh) -> dict[str, Tensor]:
-        """Return this rank's generator states; nothing if another number of ranks saved."""
+        """Return this rank's generator states; nothing if a different number of ranks saved."""
         entries, _, _ = read_header(self.directory / RANDOM_FILE)
         with opened(self.directory / RANDOM_FILE) as file:
-            # Generator states belong to ranks; for another number of ranks there is no right answer.
+            # Generator states belong to ranks, so they have no meaning for another number of ranks.
             if any(entry.shape[0] != mesh.axes.world for entry in entries):
                 return {}
             size = {entry.key: entry.shape[1] for entry in entries}
@@ -118,7 +118,7 @@ def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
 
 
 def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged: list[Path]) -> None:
-    """Note a damaged checkpoint of a folder, so that an older one is tried. Raise if the user named this very
+    """Record a damaged checkpoint of a folder, so that an older one is tried. Raise if the user named exactly this
     checkpoint.
 
     The damaged directory stays: it is evidence, and parts of it may be needed.
@@ -151,7 +151,7 @@ def extents_of_model(directory: Path) -> Mapping[str, Sequence[Extent]]:
 
 
 def _check_small(directory: Path, extents: Mapping[str, Sequence[Extent]]) -> None:
-    """Verify what is parsed before it is parsed: headers, and files that are not tensors."""
+    """Verify headers and files without tensors before they are parsed."""
     checks = Checks(directory, {})
     for file, file_extents in extents.items():
         with opened(directory / file) as source:
@@ -172,8 +172,8 @@ def _plane(directory: Path, folder: str, extents: Mapping[str, Sequence[Extent]]
 
 @dataclass(frozen=True)
 class RestoreTarget:
-    """The shards that this rank fills from a source, by parameter. `names`: what any rank fills from it or compares.
-    `same`: frozen FP8 weights, which must already have these values."""
+    """The shards that this rank fills from a source, by parameter. `names`: the parameters that any rank fills from it
+    or compares. `same`: frozen FP8 weights, which must already have these values."""
 
     source: Source
     pieces: Mapping[str, Tensor]
@@ -211,7 +211,7 @@ def restore(
             this_rank = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, this_rank, keymap, each.pieces)
             fill(each.pieces, mesh, list(reads), this_rank, each.source)
-        # The rest is divided by rank number, so N ranks verify N-th parts in parallel.
+        # The rest is divided by rank number, so each of N ranks verifies one N-th in parallel.
         for file, extent in list(_unread(checkpoint, _filled(targets, spec.table, choice)))[
             mesh.rank :: mesh.axes.world
         ]:
@@ -221,13 +221,13 @@ def restore(
 
 
 def together(act: Callable[[], Made], at: str, mesh: Mesh, what: str) -> Made:
-    """Run `act` on all ranks, as `Mesh.together`. If it fails on any, raise the same kind of error on all, so that all
-    of them try an older checkpoint or none does.
+    """Run `act` on all ranks, like `Mesh.together`. If it fails on any rank, raise the same kind of error on all, so
+    that either all ranks try an older checkpoint or none does.
 
-    Only damaged bytes are a reason to try an older one. A rank without memory would fail again.
+    Only damaged bytes are a reason to try an older checkpoint. A rank that is out of memory would fail again.
 
-    If ranks raised different errors, some would try an older checkpoint and the others end, and the collectives of the
-    first would wait for the second.
+    If ranks raised different errors, some would try an older checkpoint while others end, and the collectives of the
+    former would wait for the latter.
     """
     made = list[Made]()
     damaged_error: BrokenCheckpointError | None = None
@@ -242,21 +242,20 @@ def together(act: Callable[[], Made], at: str, mesh: Mesh, what: str) -> Made:
 
 
 def broken(directory: Path) -> str:
-    """Return the start of an error about a damaged checkpoint, with an older one to use."""
+    """Return the start of an error about a damaged checkpoint; it names an older one to use."""
     older = newest_whole(directory.parent, exclude=directory)
     hint = f"{older} has all its files: use that" if older else "there is no other one in its folder"
     return f"{directory} is broken ({hint})"
 
 
 def _filled(targets: Sequence[RestoreTarget], table: Table, choice: Choice) -> set[tuple[str, int]]:
-    """Return the keys of which some rank reads every byte, by file and first byte: equal on all ranks, which divide the
-    rest."""
+    """Return the keys that ranks read in full, by file and first byte. The result is equal on all ranks, which divide
+    the rest."""
     filled = set()
     for each in targets:
         unread_keys = {key for param in table if param.name not in each.names for key in chosen(param, choice).keys}
         keys = {block.key for name in each.names for block in chosen(table[name], choice).blocks} - unread_keys
-        # A key is fully read only if all parameters in it are restored; a fused tensor of which one part is frozen is
-        # not.
+        # A key is read in full only if all its parameters are restored, so a fused tensor with a frozen part is not.
         filled |= {(each.source.entries[key].file, each.source.entries[key].start) for key in keys}
     return filled
 

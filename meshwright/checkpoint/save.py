@@ -1,12 +1,11 @@
-"""Save a checkpoint: every rank writes what it holds, fsyncs, lists its extents; when all have, rank 0 commits the
-manifest.
+"""Save a checkpoint: every rank writes its shards, fsyncs and lists its extents; then rank 0 commits the manifest.
 
-Ownership follows the data. Rows that tp cuts into strips are exchanged within tp (weights/writer.py). Everything else
-is written by the rank that holds it and is never sent. A fixed owner for each range of a file would make an fsdp2 rank
-send 128 MB of its 450 with ranges of 16 MiB.
+Ownership follows the data. Rows that tp cuts into strips are exchanged within tp (weights/writer.py). The rank that
+holds any other data writes it, and never sends it. With a fixed owner for each 16 MiB of a file, an fsdp2 rank would
+send 128 MB of its 450.
 
-No rank plans for others: what to write follows from the declaration by arithmetic, 0.6 s for one of 1,024 ranks of a
-235B model.
+No rank plans for another: each computes its writes from the declaration, in 0.6 s for one of 1,024 ranks of a 235B
+model.
 
 Order of a save, on N ranks:
 
@@ -54,10 +53,10 @@ WriteAction = Callable[[], object]
 
 
 class Agreement(Protocol):
-    """The way in which the ranks of a save learn that all have written, or that one failed."""
+    """Lets the ranks of a save learn that all have written, or that one failed."""
 
     def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
-        """Return what every rank has written. If one failed, all raise."""
+        """Return the report of every rank. If one failed, all raise."""
 
     def end(self, failure: BaseException | None) -> None:
         """Wait for rank 0's commit. If it failed, all raise."""
@@ -70,7 +69,7 @@ class CollectiveAgreement:
         self.mesh, self.at = mesh, f"the saving of step {step}"
 
     def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
-        """All-gather what the ranks wrote, and their failures."""
+        """All-gather the reports of the ranks, and their failures."""
         rows = self.mesh.all_or_none(failure, self.at, CheckpointError, part.to_floats())
         return [Part.from_floats(rank, row) for rank, row in enumerate(rows.tolist())]
 
@@ -86,8 +85,8 @@ class RankFiles:
         self.content, self.mesh, self.extents = content, mesh, Extents()
         self._part = Part("", 0, 0)
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
-        # Every collective of a save comes after a point at which all ranks know whether all are still fine: this one,
-        # the one after the writes, and the one after the commit.
+        # Before each collective of a save, all ranks know whether any has failed. They agree here, after the writes,
+        # and after the commit.
         at = f"the making of {content.folder}"
         self.draft = mesh.together(self._create_draft, at, CheckpointError, self._nothing)
         self.path: Path = mesh.broadcast_object(self.draft.path if self.draft else None)
@@ -157,10 +156,10 @@ class RankFiles:
     def complete(self, write_actions: Iterable[WriteAction], agreement: Agreement) -> None:
         """Write, agree, commit. If a rank fails, all raise, and nothing is left on the disk.
 
-        Used by the blocking save and, with staged copies and the other agreement, by the thread of an asynchronous one.
+        The blocking save calls it, and so does the thread of an asynchronous save, with staged copies and the other
+        agreement.
         """
-        # Anything that leaves this block early, Ctrl-C included, removes the draft. `pop_all` disarms that after the
-        # commit.
+        # Any early exit from this block, including Ctrl-C, removes the draft. `pop_all` cancels that after the commit.
         with contextlib.ExitStack() as undo:
             if self.draft:
                 undo.callback(self.draft.abandon)
@@ -172,8 +171,8 @@ class RankFiles:
             undo.pop_all()
 
     def _write_all(self, write_actions: Iterable[WriteAction], interrupts: list[int]) -> BaseException | None:
-        """Run the writes. After a failure nothing more is written, but rows are still exchanged: other ranks wait for
-        them."""
+        """Run the writes. After a failure nothing more is written, but rows are still exchanged, because other ranks
+        wait for them."""
         failure: BaseException | None = None
         content, mesh = self.content, self.mesh
         label = f"save step {content.step} to {content.folder} on rank {mesh.rank}"
@@ -186,7 +185,7 @@ class RankFiles:
         return failure
 
     def _finish(self) -> None:
-        """Write what involves no other rank, fsync everything, and write the list of extents."""
+        """Write the files that need no other rank, fsync everything, and write the list of extents."""
         copy_carried(self.files[WEIGHTS], self.mesh.rank, self.mesh.axes.world)
         for name, state in self.content.random.items():
             self.files[RANDOM].put(name, state, self.mesh.rank * len(state))
@@ -213,8 +212,8 @@ class RankFiles:
         return f"rank {self.mesh.rank} saved nothing to {final_place(self.content.folder, self.content.step)}"
 
     def _failure_of(self, act: WriteAction) -> BaseException | None:
-        """Run an action of this rank alone and return its failure: other ranks must learn of it before anything is
-        raised."""
+        """Run an action on this rank and return its failure, because other ranks must learn of it before this rank
+        raises."""
         return failure_in(act, CheckpointError, self._nothing)
 
 
@@ -225,12 +224,11 @@ def _is_finite(rows: Tensor) -> bool:
 
 
 def commit(draft: Draft, planes: Sequence[StateSet], parts: Sequence[Part], about: Mapping[str, Any]) -> None:
-    """Write the manifest of what has been written and fsynced, and rename the checkpoint into place."""
+    """Write the manifest of the fsynced files, and rename the checkpoint into place."""
     path = draft.path
     files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}
     files = {name: size for name, size in sorted(files.items()) if name != LOCK and not name.startswith(PARTS + "/")}
-    # The sum of what ranks say they wrote must equal what is on the disk: it catches a rank that wrote into another
-    # draft.
+    # The bytes that ranks report must add up to those on the disk. This catches a rank that wrote into another draft.
     written, expected = sum(part.num_bytes for part in parts), sum(files.values())
     if written != expected:
         raise CheckpointError(f"the ranks wrote {written} bytes of {expected}; this is a bug: please report it")
@@ -239,7 +237,7 @@ def commit(draft: Draft, planes: Sequence[StateSet], parts: Sequence[Part], abou
 
 
 def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], extents: Extents) -> None:
-    """Write config, tokenizer and trainer state, and note their extents."""
+    """Write config, tokenizer and trainer state, and record their extents."""
     (path / PARTS).mkdir()
     write_small(export, path)
     (path / TRAINER).write_text(json.dumps(trainer, indent=1) + "\n")
@@ -251,7 +249,7 @@ def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], extents
 def _apply_retention(content: Content) -> None:
     """Remove earlier checkpoints. The new one is complete, so a failure is only a warning.
 
-    Later steps are warned about: after a rewind to an older step they would be the "newest" that a plain resume takes.
+    Warn about later steps: after a rewind to an older step, a plain resume would take them as the newest.
     """
     later = later_than(content.folder, content.step)
     if later:

@@ -1,7 +1,8 @@
 """Data for supervised fine-tuning and pre-training: rows of files -> chats and texts -> tokens -> packed batches.
 
-The way of a row: `row_files` reads it, `chat` or `texts` makes documents of it with a tokenizer, `token_cache` keeps
-them, `packing_plan` says which documents are in stream j, `feed` makes batches of streams. `pack` makes one of lists.
+A row passes through these modules: `row_files` reads it, `chat` or `texts` tokenises it into documents, `token_cache`
+stores them, `packing_plan` assigns documents to streams, `feed` makes batches of streams. `pack` makes a batch from
+lists.
 """
 
 from .batch import IGNORE, NO_EXPERT, Batch

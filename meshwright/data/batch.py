@@ -1,9 +1,9 @@
 """The micro-batch: one packed stream of T tokens from whole documents, with labels, document bounds and per-token
 fields.
 
-One object carries the bounds everywhere. Where attention reads `cu_seqlens` and the recurrence of a linear-attention
-layer reads something else, one of them can be forgotten, and state leaks from one document into the next without an
-error (transformers#46851, slime#1686).
+One object carries the bounds everywhere. If attention read `cu_seqlens` and the recurrence of a linear-attention layer
+something else, one of them could be forgotten, and state would leak from one document into the next without an error
+(transformers#46851, slime#1686).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT_DTYPES = (torch.int64, torch.int32)  # not uint8: torch indexes with it as 
 
 
 def _check_stream(name: str, values: object, num: int | None = None) -> None:
-    """Check that a stream is a tensor with one value a token; a field may have a row of values."""
+    """Check that a stream is a tensor with one value per token; a field may have a row of values per token."""
     if not isinstance(values, Tensor) or values.is_complex():
         raise DataError(f"{name} of the batch is not a tensor of real numbers; make batches with mw.pack(...)")
     if name in _TOKEN_STREAMS and values.dtype not in _INT_DTYPES:
@@ -51,22 +51,23 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Batch:
-    """A micro-batch: T tokens of whole documents. `labels[t]` is what token t is to predict, -100 for nothing.
+    """A micro-batch: T tokens of whole documents. `labels[t]` is the token to predict at t, -100 for none.
 
-    Labels are already shifted: the model compares the logits at t with `labels[t]`. Shifting inside of the model, after
-    the stream has been split over cp, loses the last target of every shard (transformers#48570).
+    Labels are already shifted: the model compares the logits at t with `labels[t]`. Shifting inside the model, after
+    the stream has been split over cp, would lose the last target of every shard (transformers#48570).
 
-    A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents: 0,
-    ..., T. `fields` are further values, one a token or a row `[T, K]`, such as weights, advantages, or the likeliest
-    words of a teacher; those of token t belong to the term of token t. The last `num_filler` tokens are padding, a
+    A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents, from
+    0 to T. `fields` are further values, one per token or a row per token `[T, K]`, such as weights, advantages, or the
+    likeliest words of a teacher; those at t belong to the loss term at t. The last `num_filler` tokens are padding, a
     document that loss and counts ignore. `images` stay on the host: each rank takes those that it encodes. Images
     without frames belong to other ranks alone.
 
-    `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: which documents
-    belong together, such as the answers to one prompt; by default each is alone.
+    `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: a number per
+    document; documents with the same number belong together, such as the answers to one prompt. By default each is
+    alone.
 
-    `experts`: `[T, layers, k]`, the experts that each token is to use in each layer that has experts, -1 where the
-    router chooses: those of the rollout (`mw.expert_choices`, R3, arXiv 2510.11370). They stand at the tokens
+    `experts`: `[T, layers, k]`, the experts that each token must use in each layer with experts, -1 where the router
+    chooses: the choices of the rollout (`mw.expert_choices`, R3, arXiv 2510.11370). They stand at the tokens
     themselves, unlike labels and fields.
 
     Example of fields for a policy-gradient loss: `{"old_logprobs": ..., "advantages": ...}`, both `[T]` and both at the
@@ -85,7 +86,7 @@ class Batch:
     experts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check what `pack` gets right and a hand-made batch may get wrong. It reads no tensor, so it never waits for a
+        """Check a batch that may be hand-made instead of packed. No tensor is read, so this never waits for a
         device."""
         # Losses read `batch.fields` and the streams by name, so a field called `labels` would shadow the real ones
         # somewhere.
@@ -100,7 +101,7 @@ class Batch:
             raise DataError(f"bounds of the batch must rise from 0 to {len(self)}; make batches with mw.pack(...)")
         if not 0 <= self.num_filler <= len(self):
             raise DataError(f"num_filler={self.num_filler} of {len(self)} tokens; make batches with mw.pack(...)")
-        # Padding inside of a real document would take part in its attention and its recurrence.
+        # Padding inside a real document would take part in its attention and its recurrence.
         if self.num_filler and bounds[-2] != len(self) - self.num_filler:
             raise DataError(
                 f"num_filler={self.num_filler}, but the last document begins at {bounds[-2]} of {len(self)} tokens: "
@@ -119,7 +120,7 @@ class Batch:
             )
 
     def _number_documents(self) -> None:
-        """Fill in the numbers and groups that were not given; refuse those of another number of documents."""
+        """Fill in the numbers and groups that were not given; refuse lists of another length."""
         numbers = _whole_numbers(self.numbers) or tuple(range(self.num_documents))
         for name, given in (("numbers", numbers), ("groups", _whole_numbers(self.groups) or numbers)):
             if len(given) != self.num_documents:
@@ -127,7 +128,7 @@ class Batch:
             object.__setattr__(self, name, given)
 
     def _check_frames(self, bounds: tuple[int, ...]) -> None:
-        """Check that every frame lies inside of one document."""
+        """Check that every frame lies inside one document."""
         for number, frame in enumerate(self.frames):
             at = bisect_right(bounds, frame.start)
             if frame.start < 0 or frame.stop > len(self) - self.num_filler or frame.stop > bounds[at]:
@@ -160,9 +161,8 @@ class Batch:
     def is_target_T(self) -> Tensor:
         """Return a mask of the tokens that have a loss term.
 
-        The number of targets of all ranks and micro-batches is the denominator of the mean loss. A denominator for each
-        rank or micro-batch gives more weight to tokens of batches with few targets (torchtitan#2206,
-        Megatron-LM#7513).
+        The number of targets of all ranks and micro-batches is the denominator of the mean loss. A denominator per rank
+        or micro-batch would give more weight to tokens of batches with few targets (torchtitan#2206, Megatron-LM#7513).
         """
         return self.labels != IGNORE
 
@@ -183,11 +183,11 @@ class Batch:
         values = torch.as_tensor(values)
         if values.shape[:1] != (len(self),):
             shape = tuple(values.shape)
-            raise DataError(f"split got the shape {shape} for a batch of {len(self)} tokens; give one row a token")
+            raise DataError(f"split got the shape {shape} for a batch of {len(self)} tokens; give one row per token")
         return [values[a:b] for a, b in pairwise(self.bounds) if b <= len(self) - self.num_filler]
 
     def join(self, values: Sequence[Any]) -> Tensor:
-        """Join values of each document, one a token, to `[T, ...]`, with 0 at padding: the inverse of `split`."""
+        """Join the values of documents, one per token, into `[T, ...]`, with 0 at padding: the inverse of `split`."""
         parts = [torch.as_tensor(each) for each in values]
         sizes = [b - a for a, b in pairwise(self.bounds)][: self.num_documents]
         if [len(part) for part in parts] != sizes:
@@ -228,7 +228,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy to the device asynchronously.
 
-        Pinned buffers and non-blocking copies (`ops.to_device`): the host goes on to launch the forward.
+        Copies are pinned and non-blocking (`ops.to_device`), so the host can go on to launch the forward.
         """
         fields = {name: to_device(value, device) for name, value in self.fields.items()}
         experts = None if self.experts is None else to_device(self.experts, device)

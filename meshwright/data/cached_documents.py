@@ -30,7 +30,7 @@ TRAINED_ON = ("ids", "spans", "parts", "classes")  # the columns that decide wha
 
 
 class DamagedCache(DataError):
-    """A cache file is not as it was written."""
+    """Raised for a cache file that differs from what was written."""
 
 
 def info_of(final: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Statistics:
 class Documents:
     """The documents of a source. Their tokens stay in mapped files until they are used.
 
-    `lengths` of all documents are in memory (8 bytes each), which is all that the packing plan needs.
+    `lengths` of all documents are in memory (8 bytes each), and the packing plan needs nothing else.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -82,7 +82,8 @@ class Documents:
         return len(self.lengths)
 
     def with_values(self, values: Mapping[str, NDArray[np.float64]]) -> Documents:
-        """Return the documents with numbers that batches have as fields, one a document: such as reference scores."""
+        """Return the documents with more numbers, one per document, such as reference scores: batches get them as
+        fields."""
         documents = copy.copy(self)
         documents.values = values
         return documents
@@ -111,7 +112,7 @@ class Documents:
         return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
 
     def changed_picture(self) -> str:
-        """Return how a picture differs from what was read, "" if none does."""
+        """Return how the first changed picture differs from the one that was read; "" if none has changed."""
         with ThreadPoolExecutor(_READERS) as readers:
             for column in self._views:
                 views = map(View.of, column.flatten().unique().to_pylist())
@@ -131,12 +132,12 @@ class Documents:
 
     @property
     def content(self) -> str:
-        """Return a checksum of all tokens and of which are trained on, independent of where the files are."""
+        """Return a checksum of all tokens and of the trained spans, independent of where the files are."""
         return str(self._info["content"])
 
     @property
     def unused(self) -> list[str]:
-        """Return fields of the rows that are not used."""
+        """Return the fields of rows that are not used."""
         return [*self._info["unused"]]
 
     @property
@@ -145,7 +146,7 @@ class Documents:
         return self.statistics_of(np.ones(len(self), dtype=bool))
 
     def statistics_of(self, kept: NDArray[np.bool_]) -> Statistics:
-        """Return the statistics of the documents that are kept; the others count as too long."""
+        """Return the statistics of the kept documents; all other documents count as too long."""
         info, lengths = self._info, self.lengths[kept]
         return Statistics(
             info["rows"], len(info["bad"]), len(info["empty"]), len(lengths), int(lengths.sum()),

@@ -2,9 +2,9 @@ r"""Turn chats into training documents whose prompts are exactly what an inferen
 
 Chat templates render history differently from the turn being generated: Qwen3 drops the thinking of earlier turns and
 adds an empty `<think>` block to the last one. Training on one rendering of the whole chat then conditions turns on text
-that the model never sees in use. So each assistant turn is rendered as a server would ask for it, and its tokens follow
-that prompt. A new document starts where the next prompt does not continue the previous one. This needs no knowledge
-of any template.
+that the model never sees in use. So the prompt of each assistant turn is rendered as a server would render it, and the
+tokens of the turn follow. A new document starts where the next prompt does not continue the previous one. This needs no
+knowledge of any template.
 
 Example of one document, with trained tokens in brackets:
 
@@ -36,7 +36,7 @@ _THINK, _END_OF_THINKING = "<think>", "</think>"
 class ChatOptions:
     """Options of a chat source.
 
-    `thinking`: whether the prompt asks for thinking; "auto": where the turn has some. `turns`: which assistant turns
+    `thinking`: whether the prompt asks for thinking; "auto": if the turn has thinking. `turns`: which assistant turns
     are trained on; "joined" renders the chat once, with the template's own generation marks, whatever a server would
     send.
 
@@ -54,7 +54,7 @@ class ChatOptions:
 class Request:
     """The tokens that a server sends to the model for an answer, and the pictures at their placeholders.
 
-    `opens_thinking`: the prompt ends with `<think>`, so the answer begins inside of its thinking.
+    `opens_thinking`: the prompt ends with `<think>`, so the answer begins inside its thinking.
     """
 
     ids: list[int]
@@ -79,16 +79,16 @@ class Chat:
             )
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        """Return the documents of a row; none if nothing of it is trained on.
+        """Return the documents of a row; an empty list if nothing in it is trained on.
 
-        Loop over the trained turns: render the prompt of the turn and the turn itself. If the prompt begins with the
-        tokens of the current document, that document grows by the difference and the turn. Otherwise a new document
-        starts with the whole prompt. A chat without thinking is one document; one with thinking in every turn becomes
-        one a turn.
+        For each trained turn, render its prompt and the turn itself. If the prompt begins with the tokens of the
+        current document, that document grows by the difference and the turn. Otherwise a new document starts with the
+        whole prompt. A chat without thinking is one document; one with thinking in every turn becomes one document per
+        turn.
         """
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
         self._check_texts(chat)
-        # Opened before anything is rendered: a missing file is an error of the row, whichever turns are trained on.
+        # Open files before rendering: a missing file is an error of the row, whichever turns are trained on.
         views = [views_of(message, self.processor) for message in chat.messages]
         if self.options.turns == "joined":
             return self._joined(chat, any(views))
@@ -98,7 +98,7 @@ class Chat:
             views_so_far = [view for of_message in views[:number] for view in of_message]
             prompt, turn = self._turn(chat, number, views_so_far)
             # The prompt of this turn does not continue the tokens so far: the template has changed history, for example
-            # dropped earlier thinking. A server would have a new prefix too, so this turn starts a new document.
+            # dropped earlier thinking. A server would also see a new prefix, so this turn starts a new document.
             if not documents or prompt[: len(documents[-1][0])] != documents[-1][0]:
                 documents.append(([], [], []))
             ids, spans, document_views = documents[-1]
@@ -109,7 +109,7 @@ class Chat:
         return [tokens(ids, spans, views_so_far) for ids, spans, views_so_far in documents]
 
     def document(self, row: Mapping[str, Any]) -> Tokens:
-        """Return a whole chat as one document, not trained on: up to its last stop token, if it has one."""
+        """Return a whole chat as one untrained document, up to its last stop token if it has one."""
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
         self._check_texts(chat)
         views = [view for message in chat.messages for view in views_of(message, self.processor)]
@@ -129,7 +129,8 @@ class Chat:
         """Refuse texts that would not be tokenised as their author meant: special tokens, and thinking that is never
         closed.
 
-        Without this, user text such as `<|im_end|>` ends the turn, a prompt injection into the training data.
+        Without this check, user text such as `<|im_end|>` would end the turn: a prompt injection into the training
+        data.
         """
         for number, message in enumerate(chat.messages):
             if special_token := next(filter(None, map(self._special.search, _texts_of(message))), None):
@@ -174,11 +175,11 @@ class Chat:
 
         Two renderings: the first `number` messages with the generation prompt (what a server sends), and one message
         more without it (what the chat looks like afterwards). The second must begin with the first; the rest is the
-        turn. A template for which that is not so would be trained on in one way and used in another.
+        turn. Otherwise the model would be trained on one text and used with another.
         """
         thinking = self.options.thinking
         enabled = thinks(chat.messages[number]) if thinking == "auto" else thinking
-        # Row arguments win over options, and both over the guess from the turn.
+        # Row arguments override options, and both override the guess from the turn.
         flags = {"enable_thinking": enabled, **self.options.template_args, **chat.template_args}
         prompt_text, full_text = bounded(
             lambda: (
@@ -204,7 +205,7 @@ class Chat:
                 f"no stop token ends message {number}, which ends in {full_text[-40:]!r}, so the model would never "
                 "learn to stop. Name the stop tokens in generation_config.json"
             )
-        # Trained up to the stop token. What the template adds after it (a newline in Qwen's) is never generated.
+        # Train up to the stop token: the model never generates what the template adds after it (a newline in Qwen's).
         return self._ids(self._with_places(prompt_text, views)), turn[: last + 1]
 
     def _with_places(self, text: str, seen: Sequence[View]) -> str:
@@ -235,8 +236,7 @@ class Chat:
         return encoded(self.tokenizer, text)
 
     def _joined(self, chat: Conversation, has_images: bool) -> list[Tokens]:
-        """Render the chat once, with the template's generation marks as the mask. Single turns cannot be
-        excluded then."""
+        """Render the chat once, with the template's generation marks as the mask. This cannot exclude single turns."""
         if has_images:
             raise DataError('turns="joined" does not support pictures; leave turns= out')
         if not all(trained for trained, m in zip(chat.trained, chat.messages, strict=True) if m["role"] == "assistant"):
@@ -252,7 +252,7 @@ class Chat:
                 **flags,
             )
         )
-        # Zeros at both ends make every run of ones have a start and a stop.
+        # With zeros at both ends, every run of ones has a start and a stop.
         mask = [0, *rendered["assistant_masks"], 0]
         if not any(mask):
             raise DataError(
@@ -281,9 +281,9 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
 
 
 def message_of_answer(text: str, *, in_thinking: bool) -> Message:
-    """Return a generated answer as a message of the history, its thinking apart from its content, as servers do.
+    """Return a generated answer as a message of the history, with thinking separate from content, as servers do.
 
-    `in_thinking`: the prompt has opened the thinking. An answer that ends inside of its thinking is thinking alone.
+    `in_thinking`: the prompt has opened the thinking. An answer that ends inside its thinking has no content.
     """
     before, closed, after = text.partition(_END_OF_THINKING)
     if not closed and not in_thinking and not text.lstrip().startswith(_THINK):
@@ -293,8 +293,8 @@ def message_of_answer(text: str, *, in_thinking: bool) -> Message:
 
 
 def thinks(message: Message) -> bool:
-    """Return whether a message thinks, in its own field or inside of `<think>`. A raw completion has the closing tag
-    alone.
+    """Return whether a message has thinking, in its own field or inside `<think>`. A raw completion may have only the
+    closing tag.
 
     With thinking="auto" a turn without thinking is prompted with `enable_thinking=False`, so both modes of a hybrid
     model are trained as they are used.

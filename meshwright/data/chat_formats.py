@@ -2,8 +2,8 @@
 template.
 
 A field that would change what a row means (masks, weights, preference labels) is used or refused by its name, never
-dropped: a data set with `loss_mask` that is trained on as a whole looks fine in every curve. Other fields, such as ids,
-are ignored and listed once.
+dropped: if `loss_mask` were ignored, training on the whole data set would still look fine in every curve. Other fields,
+such as ids, are ignored and listed once.
 
 The formats, by the fields that a row has:
 
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Format:
-    """A row format. `needs`: fields that such a row has. `may`: others that it may have."""
+    """A row format. `needs`: fields that such a row has. `may`: other fields that it may have."""
 
     needs: tuple[str, ...]
     messages: Callable[[Row], list[Any]]
@@ -63,7 +63,7 @@ _RESERVED = (
 _MESSAGES_SAY = "set train: true or false in each message instead"
 _NO_WEIGHTS = "put rows of another weight into a source of their own, with the weight of [[data]]"
 _PREFERENCE_LABEL = "it rates the answer, which needs a preference loss; keep the good rows and drop the field"
-# Fields that change what is trained on or what the template gets: values that change nothing, and the fix.
+# Fields that change what is trained on or what the template gets: the values that have no effect, and the fix.
 _MEANINGFUL_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "history": (([], ""), "it is read only together with instruction and output: put its turns into the messages"),
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_masks"), ((), _MESSAGES_SAY)),
@@ -83,8 +83,8 @@ def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: boo
     """Parse a row. `fields` maps our field names to those of the row (`{"messages": "dialog"}`). `sees`: messages must
     show all pictures of the row.
 
-    Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, take
-    out the marks of what is trained on, add the system message.
+    Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, read
+    and remove the training masks, add the system message.
     """
     renamed = with_our_names(row, fields or {})
     chat_format = _format_of(renamed)
@@ -128,7 +128,7 @@ def with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
 def _format_of(row: Row) -> _Format:
     """Return the first format whose fields a row has."""
     for chat_format in _FORMATS:
-        # First match wins, and nulls do not count: a merged data set has every column in every row.
+        # The first match wins. Nulls do not count, because a merged data set has every column in every row.
         if all(row.get(name) is not None for name in chat_format.needs):
             return chat_format
     if _is_preference(row):
@@ -145,7 +145,7 @@ def _of_list(name: str) -> Callable[[Row], list[Any]]:
 
 
 def _of_pair(row: Row) -> list[Any]:
-    """Read prompt and completion, as TRL has them."""
+    """Read prompt and completion, TRL's format."""
     return [*as_messages("user", row["prompt"]), *as_messages("assistant", row["completion"])]
 
 
@@ -180,7 +180,7 @@ def _listed(value: Any, what: str) -> list[Any]:
 
 
 def as_messages(role: str, value: Any) -> list[Any]:
-    """Return a text as one message; a list as it is."""
+    """Return a text as one message, a list unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, role)
 
 
@@ -193,7 +193,7 @@ def _string(row: Row, name: str) -> str:
 
 
 def _system(messages: Sequence[Message], value: Any) -> list[Message]:
-    """Return the message of the field `system`, unless the messages have it already."""
+    """Return the field `system` as a message, unless the messages already have it."""
     if value in (None, ""):
         return []
     if not isinstance(value, str):

@@ -1,7 +1,7 @@
 """Turn the streams of a packing plan into batches, one step ahead of training, in a thread.
 
-Which documents a data rank gets follows from the stream number alone, so a run resumes on another number of ranks with
-every sample exactly once. State kept per rank (a dataloader's position) cannot be resharded (torchtitan#811).
+The stream number alone determines the documents of a data rank, so a run can resume on another number of ranks and
+still use every sample exactly once. State kept per rank (a dataloader's position) cannot be resharded (torchtitan#811).
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from .tokens import Tokens
 from .vision_files import View
 
 TooLong = Literal["stop", "drop", "cut"]
-SOURCE = "source"  # the field that says of which source a token is, where there are several
-_NAMED = 20  # documents that one error names
+SOURCE = "source"  # the field with the source of each token, where there are several sources
+_NAMED = 20  # number of documents that one error names
 _IMAGE_THREADS = 4  # threads that decode pictures: Pillow and FFmpeg release the GIL
 
 
 def source_of(
     documents: Documents, length: int, *, weight: float = 1.0, share: float | None = None, too_long: TooLong = "stop"
 ) -> DataSource:
-    """Make a plan's source of documents for streams of `length`. Too long documents stop the run, are dropped, or are
-    cut.
+    """Make a `DataSource` for streams of `length`. Documents that are too long stop the run, are dropped, or are cut.
 
-    Cutting is right for plain text, where any part of a document is one. A chat that is cut loses its system message
-    and question; "drop" says so in the statistics instead.
+    Cutting is right for plain text, where any part of a document is a document. A cut chat loses its system message and
+    question; "drop" reports it in the statistics instead.
     """
     too_long_docs = np.flatnonzero(documents.lengths > length)
     lengths = documents.lengths
@@ -68,11 +67,11 @@ def batch_of(
     """Pack documents, or groups of them, into a batch of `length`, as `mw.pack(..., trained=, length=)` does, without
     Python ints per token.
 
-    Without documents it is all padding. `sources`: index of the source of each. `images`: their pictures. `values`:
-    fields with one number for each document of a group, which all tokens of that document get.
+    Without documents it is all padding. `sources`: the source index of each. `images`: their pictures. `values`: fields
+    with one number for each document of a group, repeated for all tokens of that document.
 
     Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
-    the tokens start .. stop-1. No Python object is made for a token.
+    the tokens start .. stop-1. No Python object is made per token.
     """
     starts = [*accumulate(map(len, documents), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
@@ -114,8 +113,8 @@ class Feed:
     `processor`: decodes the pictures of a vision-language model, several at a time. Numbers of documents
     (`Documents.values`) become fields.
 
-    Two threads of work overlap with the GPU: this one packs and decodes the next step, and FFmpeg and Pillow decode
-    inside of it in parallel. `time/data_wait_share` in the metrics says if that is not enough.
+    Work overlaps with the GPU: one thread packs and decodes the next step, and FFmpeg and Pillow decode several
+    pictures in parallel. If `time/data_wait_share` in the metrics is high, that is not enough.
     """
 
     def __init__(
@@ -135,12 +134,12 @@ class Feed:
     def step(self, first: int) -> Streams:
         """Return the batches of the step that begins with stream `first`, and start making those of the next step.
 
-        A future for the following step is always in flight. An exception in it is raised by the step that needs it, on
-        every rank of the data rank equally, since all of them read the same streams.
+        A future for the following step is always in flight. The step that needs it raises its exception, on all ranks
+        of the data rank, since they read the same streams.
         """
         following = first + self.streams_per_step
         future = self._ahead.pop(first, None)
-        # A different `first` than expected (after a resume) just misses the prepared step.
+        # After a resume `first` differs from the expected one, and the prepared step is not used.
         batches = future.result() if future is not None else self._batches(first)
         self._ahead = {following: self._thread.submit(self._batches, following)}
         return Streams(batches, following)
@@ -206,6 +205,6 @@ def piece_of(document: Tokens, start: int, stop: int) -> Tokens:
     """Return tokens `start..stop` of a document, with the trained spans inside."""
     if (start, stop) == (0, len(document)):
         return document
-    # A span that the cut goes through is trained on in both pieces, each with its own part.
+    # A span that is cut is trained on in both pieces, with its part in each.
     spans = [(max(a, start) - start, min(b, stop) - start) for a, b in document.spans]
     return Tokens(document.ids[start:stop], tuple((a, b) for a, b in spans if a < b))

@@ -1,4 +1,4 @@
-"""Values that go with the tokens of a batch: how they become tensors, and how values over the tokens become terms'."""
+"""Convert per-token field values (weights, advantages) to tensors, and shift values over tokens to loss terms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..errors import DataError
 
 @dataclass(frozen=True)
 class OverTokens:
-    """Values that stand at the tokens they are about. `over_tokens` makes it; `pack` and `with_fields` read it."""
+    """Values that are stored at the tokens they are about. `over_tokens` makes it; `pack` and `with_fields` read it."""
 
     values: Any
 
 
 def over_tokens(values: Any) -> OverTokens:
-    """Mark values that stand at the tokens they are about, as chat templates and most libraries have them.
+    """Mark values that are stored at the tokens they are about, as in chat templates and most libraries.
 
     A causal model predicts token t+1 at token t, so the loss has its term of token t+1 at t. Plain `fields` and
-    `labels` are over the terms. Marked values move from t+1 to t, within their document: the value of a first token,
-    which nothing predicts, is dropped, and a last token gets 0 (-100 as a label).
+    `labels` are stored at the terms. Marked values move from t+1 to t, within their document: the value of a first
+    token, which nothing predicts, is dropped, and a last token gets 0 (-100 as a label).
 
     >>> advantages = over_tokens([[0.0, 0.0, 0.5, 0.75]])
     >>> pack([[5, 6, 7, 8]], fields={"advantage": advantages}).fields["advantage"].tolist()
@@ -46,7 +46,8 @@ def refuse_grad(values: object, what: str) -> None:
 
 
 def joined(values: Sequence[Any], what: str, device: torch.device | str = "cpu") -> Tensor:
-    """Tensors and arrays keep their dtype, except that no values are narrower than float32."""
+    """Concatenate values of documents. Tensors and arrays keep their dtype, except that float values become at least
+    float32."""
     try:
         return _joined(values, device)
     except (TypeError, ValueError, RuntimeError) as error:

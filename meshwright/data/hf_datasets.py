@@ -1,7 +1,8 @@
-"""Data sets of Hugging Face become Arrow files, which are read as any other file of rows: those of a directory that
-`save_to_disk` has written, and those that `datasets.load_dataset` makes of a hub id or a directory.
+"""Read Hugging Face data sets as Arrow files: those of a directory that `save_to_disk` has written, or those that
+`datasets.load_dataset` makes from a hub id or a directory.
 
-Nothing is streamed. Which documents are trained on would depend on the number of ranks and on restarts.
+Nothing is streamed: with streaming, the documents that are trained on would depend on the number of ranks and on
+restarts.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _inside(file: Path, name: Any) -> str:
-    """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
+    """Return a file name that a data set lists. Refuse one that leads out of its directory."""
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
         raise DataError(
             f"{file} names {name!r:.80}, which is not a file of its directory; save or copy the data set anew"
@@ -77,10 +78,10 @@ def _inside(file: Path, name: Any) -> str:
 def fetched_files(name: str, part: Part) -> list[Path]:
     """Download a data set of the hub, or read a directory laid out like one, and return its Arrow files.
 
-    They lie in the cache of `datasets`, which decides where that is.
+    They lie in the cache of `datasets`, which decides on the location.
     """
     try:
-        import datasets  # slow, and an extra
+        import datasets  # imported late: it is slow, and optional
     except ImportError:
         raise DataError(
             f"{name} is not a file on this machine, and the package datasets, which reads data sets of Hugging Face, "
@@ -101,7 +102,7 @@ def fetched_files(name: str, part: Part) -> list[Path]:
 
 
 def _whole(name: str, dataset: Any) -> list[Path]:
-    """Return the files of a split, and refuse ones that hold more rows than the split, or fewer."""
+    """Return the files of a split. Refuse files that hold more or fewer rows than the split."""
     files = [Path(each["filename"]) for each in dataset.cache_files]
     if (num_rows := sum(map(num_rows_of, files))) != len(dataset):
         raise DataError(

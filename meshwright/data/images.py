@@ -1,4 +1,4 @@
-"""Images and videos of documents: which placeholder tokens they replace, and the 3-D positions (M-RoPE) of all tokens.
+"""Place images and videos at their placeholder tokens, and compute the 3-D positions (M-RoPE) of all tokens.
 
 Images and videos are one list, in the order of their placeholders in the text. A video of t slices is t frames, each
 with its own run of placeholders (Qwen3-VL puts a timestamp between); an image is one frame. Four patches merge into one
@@ -68,7 +68,7 @@ class Images:
             raise DataError("the frames of a batch must be in the order of their places; use mw.pack(images=)")
 
     def of(self, numbers: Sequence[int]) -> Tensor:
-        """Return the patches of some frames."""
+        """Return the patches of the frames with these numbers."""
         # `patches[:0]` keeps dtype and width when no frame is selected.
         parts = self.patches_PC.split([frame.num_patches for frame in self.frames])
         return torch.cat([self.patches_PC[:0], *(parts[number] for number in numbers)])
@@ -92,10 +92,10 @@ def joined_images(parts: Sequence[Images]) -> Images | None:
 def turns_of(bounds: Sequence[int], frames: Sequence[Frame]) -> Tensor:
     """Return the position of each token in time, height and width, `[T, 3]`: M-RoPE of Qwen2-VL (arXiv:2409.12191).
 
-    Positions begin at 0 in each document. A word has one number in all three, the next free one. The tokens of a frame
-    share their time; height and width add the row and column. After a frame of h x w tokens the next free number is
-    max(h, w) further. Computed over the whole packed stream and not per document, positions of the second document
-    would be wrong.
+    Positions begin at 0 in each document. A word has the same number in all three, the next free one. The tokens of a
+    frame share their time; height and width add the row and column. After a frame of h x w tokens the next free number
+    is max(h, w) further. If they were computed over the whole packed stream, positions would be wrong from the second
+    document on.
 
     Example: two words, an image of 4 x 4 patches (2 x 2 tokens), a word:
 
@@ -132,8 +132,8 @@ def images_of(
     """Return the images of all documents, each frame at its placeholders.
 
     The number of placeholders is fixed by the size of a picture, so text and pixels must come from one processor with
-    one setting. Everything is checked on the host before the model runs, because a mismatch inside of the model would
-    be an index error on one rank and a hang on the others.
+    one setting. Everything is checked on the host before the model runs, because a mismatch inside the model would be
+    an index error on one rank and a hang on all others.
     """
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
         raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")
@@ -173,7 +173,7 @@ def _check_pictures(number: int, pictures: Sequence[Picture]) -> tuple[list[Tens
         if pixels.dim() != 2 or len(pixels) != time * height * width:
             raise DataError(
                 f"the pixels of {name} have the shape {tuple(pixels.shape)} for {time} x {height} x {width} patches; "
-                "give one row a patch"
+                "give one row per patch"
             )
         if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
             raise DataError(f"the pixels of {name} are {pixels.dtype}; give floating point numbers, or uint8")
@@ -198,7 +198,7 @@ def ids_of(placeholders: Any) -> tuple[int, ...]:
 
 
 def runs_of(document: Sequence[int], placeholders: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of equal placeholder tokens: start and length. Those of images and videos are separate runs."""
+    """Yield runs of equal placeholder tokens: start and length. Images and videos form separate runs."""
     at = 0
     for token, same in groupby(document):
         run_length = sum(1 for _ in same)
@@ -254,7 +254,7 @@ def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], lis
     """Return tokens, pictures and placeholder ids from the output of a Hugging Face processor for one document.
 
     The output has tensors over all pictures (`pixel_values [patches, C]`, `image_grid_thw [n, 3]`) and separate ones
-    for videos; mm_token_type_ids says which token is what.
+    for videos; mm_token_type_ids gives the kind of each token.
     """
     unknown = sorted(set(output) - {*_USED, *_IGNORED})
     if unknown or "input_ids" not in output:
@@ -313,7 +313,7 @@ def _in_order(
 ) -> Iterator[Picture]:
     """Yield images and videos in the order of their placeholders: the processor returns them as two separate lists."""
     remaining = {kind: list(reversed(each)) for kind, each in pictures.items()}
-    slices_left = 0  # of the video at hand that are still to come
+    slices_left = 0  # remaining slices of the current video
     for start, num in runs_of(tokens, [*ids[1], *ids[2]]):
         kind = 1 if tokens[start] in ids[1] else 2
         places_left = num

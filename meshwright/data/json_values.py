@@ -13,7 +13,7 @@ _MOST_BYTES = 256 << 20  # of a settings file; the largest known tokenizer.json 
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, with its article, for error messages."""
+    """Return the kind of a JSON value with an article, such as "a list", for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -53,7 +53,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def without_nulls(value: Any) -> Any:
     """Drop null fields, recursively: tables (Parquet, Arrow) add every field of any row to all rows.
 
-    Without it a template that asks `if message.tool_calls is defined` sees a null in every message.
+    Otherwise a template that asks `if message.tool_calls is defined` sees a null in every message.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}

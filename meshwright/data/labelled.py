@@ -1,4 +1,4 @@
-"""Rows of a text or a chat with a class, for sequence classification."""
+"""Rows for sequence classification: a text or a chat with a class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class WholeText:
-    """The text of a row as it is, without an end token: what a classifier of transformers sees."""
+    """Turns a row into the tokens of its text, without an end token, as a classifier of transformers sees it."""
 
     tokenizer: Any  # one of transformers
 

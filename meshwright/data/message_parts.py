@@ -45,8 +45,8 @@ class Attachments:
         return self.left[kind].pop(0)
 
     def check_all_shown(self) -> None:
-        """Raise if the row has images or videos that no message shows: training on the text alone would teach to
-        guess."""
+        """Raise if the row has images or videos that no message shows: training on the text alone would teach the model
+        to guess."""
         for kind, left in self.left.items():
             if left:
                 raise DataError(
@@ -74,7 +74,7 @@ class Attachments:
         if kind == "text":
             text = self._in_text(str(part.get("text") or ""), number) if any(self.num.values()) else None
             return text if isinstance(text, list) else [{"type": "text", "text": str(part.get("text") or "")}]
-        # Audio and files would be dropped without a word by a template that does not know them.
+        # A template that does not know audio and files would drop them silently.
         if kind not in _PATHS:
             raise DataError(f"message {number} holds {part.get('type')!r}; only text, images and videos are supported")
         paths = [_unwrapped(part[name]) for name in (*_NESTED, *_PATHS[kind]) if part.get(name)]
@@ -109,7 +109,7 @@ def _listed(row: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the path inside of an object such as `{"url": ...}`."""
+    """Return the path inside an object such as `{"url": ...}`."""
     return (value.get("url") or value.get("path") or value) if isinstance(value, Mapping) else value
 
 

@@ -1,4 +1,4 @@
-"""Chat messages of many data sets as the messages that a chat template takes: role, content, thinking, tool calls.
+"""Normalise chat messages of many data sets for a chat template: role, content, thinking, tool calls.
 
 A field that changes what a message means, or whether it is trained on, is used or refused by its name.
 """
@@ -38,8 +38,8 @@ def message_of(value: Any, number: int, attachments: Attachments) -> Message:
     """Return a message with `role`, `content` as text or parts, thinking in `reasoning_content`, and arguments of tool
     calls as objects (a template would quote a JSON string a second time).
 
-    Role names are mapped too (`gpt`, `model`, `human`, ...). An unknown role is an error: templates write the name as
-    it is, and a model would see a header that it was never trained on.
+    Role names are mapped too (`gpt`, `model`, `human`, ...). An unknown role is an error: a template would write the
+    name unchanged, and the model would see a header that it does not know.
     """
     message = _with_openai_names(value, number)
     role = _ROLES.get(str(message.get("role")))
@@ -82,7 +82,7 @@ def _thinking(message: Message, number: int) -> str | None:
     """Take the thinking out of a message, whatever its field is called; None without such a field.
 
     Three names are in use: reasoning_content (vLLM, Qwen), reasoning (OpenRouter) and thinking (gpt-oss). A template
-    reads one of them, and silently drops the others.
+    reads one of them, and silently ignores the other two.
     """
     value = {name: message.pop(name) for name in _THOUGHTS if name in message}
     for name, thinking in value.items():
@@ -150,7 +150,7 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def _tool(value: Any, number: int) -> Any:
-    """Return one tool in that form."""
+    """Return one tool as `{"type": "function", "function": ...}`."""
     if isinstance(value, str):
         value = parsed(value, f"tool {number} is")
     if not isinstance(value, Mapping):
@@ -161,8 +161,8 @@ def _tool(value: Any, number: int) -> Any:
 
 
 def take_trained(message: Message, number: int) -> bool:
-    """Return whether a message is trained on, and take out the fields that say so."""
-    # Taken out, since a template gets the message and may iterate over its fields.
+    """Return whether a message is trained on, and remove the fields `train` and `weight`."""
+    # Remove them, since a template gets the message and may iterate over its fields.
     train, weight = message.pop("train", True), message.pop("weight", 1)
     if train not in (0, 1):
         raise DataError(f"train of message {number} is {train!r:.40}; give true or false")

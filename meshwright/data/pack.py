@@ -49,18 +49,18 @@ def pack(
 ) -> Batch:
     """Pack documents in their order into one stream, padded to `length` with a document that loss and counts ignore.
 
-    `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
-    of the same document, and nothing for its last one. `trained`: instead of labels, a mask over the tokens, as chat
+    `labels`: for each document, the token to predict at each of its tokens (already shifted); by default the next token
+    of the same document, and none at its last token. `trained`: instead of labels, a mask over the tokens, as chat
     templates give it: token t is trained on where `trained[t]` is true. `fields`: per-token values, a list or tensor
-    for each document; those at t belong to the term at t, which predicts token t+1. `over_tokens` marks labels or
-    values that are stored at the tokens they are about instead. `groups`: for each document a number that it shares
-    with the documents that a loss sees with it, such as the answers to one prompt. `experts`: for each document
-    `[tokens, layers, k]`, the experts that its tokens are to use (`mw.expert_choices`).
+    for each document; the value at t belongs to the term at t, which predicts token t+1. `over_tokens` marks labels or
+    values that are stored at the tokens they are about instead. `groups`: a number for each document; a loss sees
+    documents with the same number together, such as the answers to one prompt. `experts`: for each document `[tokens,
+    layers, k]`, the experts that its tokens must use (`mw.expert_choices`).
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
-    the tokens that stand for them; they have no labels and are no labels. Instead of lists, documents may be the output
-    of such a processor for each: `pack([processor(text=..., images=...), ...])`.
+    the tokens that stand for them; they have no label, and no label is one of them. Instead of a list, a document may
+    be the output of such a processor: `pack([processor(text=..., images=...), ...])`.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
@@ -134,7 +134,7 @@ def _stream_of_ids(values: Sequence[Any] | OverTokens, bounds: Sequence[int], wh
 
 
 def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], placeholder_ids: Sequence[int]) -> Tensor:
-    """Return next-token labels: -100 at the last token of a document, and at and of placeholders.
+    """Return next-token labels: -100 at the last token of a document, at placeholders, and where the next token is one.
 
     The token before a placeholder has no label either: its next token is not text.
     """
@@ -149,7 +149,7 @@ def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], placeholder_ids: Seque
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     """Select documents of a batch without padding, as a batch of `length`.
 
-    Used to redistribute the documents of a batch, when ranks are given other micro-batches than the user packed.
+    Used to redistribute documents when ranks get other micro-batches than the user packed.
     """
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
     bounds = tuple(accumulate((span.stop - span.start for span in spans), initial=0))
@@ -176,8 +176,8 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
 def joined_batches(batches: Sequence[Batch]) -> Batch:
     """Concatenate the documents of batches in one stream, without their padding.
 
-    Bounds are shifted by the length of the batches before. The padding of each batch is dropped, so that the result has
-    only real documents.
+    Bounds are shifted by the lengths of earlier batches. The padding of each batch is dropped, so the result has only
+    real documents.
     """
     lengths = [len(batch) - batch.num_filler for batch in batches]
     starts = list(accumulate(lengths, initial=0))
@@ -210,8 +210,8 @@ def _joined_experts(batches: Sequence[Batch], lengths: Sequence[int]) -> Tensor 
 def filled(batch: Batch, length: int) -> Batch:
     """Pad a batch to `length`.
 
-    The padding is one document: attention and recurrence treat it like any other, at no extra case. Its tokens are 0,
-    have no label, and are masked in the router's statistics (transformers#28505).
+    The padding is one document: attention and recurrence treat it like any other document, without a special case. Its
+    tokens are 0, have no label, and are masked in the router's statistics (transformers#28505).
     """
     num_padding = length - len(batch)
     # Padding takes the dtype of the values: a Python 0 would turn booleans into integers.

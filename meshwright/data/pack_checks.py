@@ -1,5 +1,4 @@
-"""Checks of the arguments of `pack`, with errors that name the fix. Most are mistakes that train to a plausible
-loss."""
+"""Check the arguments of `pack`, with errors that name the fix. Most mistakes would train to a plausible loss."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
     """Check the types of documents and fields.
 
-    A list of strings is iterable and would otherwise fail much later, at the conversion of a letter to a number.
+    A list of strings is iterable, and would otherwise fail much later, where a letter is converted to a number.
     """
     for name, values in by_document.items():
         if isinstance(values, int | float | str | Mapping):
@@ -82,8 +81,8 @@ def check_groups(groups: object, num: int) -> tuple[int, ...]:
 def check_lengths(sizes: Sequence[int], length: object) -> None:
     """Check that there are documents, none is empty, and all fit into `length`.
 
-    Empty documents would have no bounds; a rank without data packs one dummy document without targets instead, so that
-    all ranks run the same collectives.
+    An empty document would have no bounds. A rank without data instead packs one dummy document without targets, so
+    that all ranks run the same collectives.
     """
     if not isinstance(length, Integral | None) or isinstance(length, bool):
         raise DataError(f"length={length!r} must be a whole number")
@@ -104,7 +103,7 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
     """Check for one value for each token, without gradients.
 
-    The most common mistake is one value too few, in libraries that store log-probabilities for predictions 1 .. n-1;
+    The most common mistake is one value too few, from libraries that store log-probabilities for predictions 1 .. n-1;
     the hint says where the missing value goes.
     """
     lengths = lengths_of(values, what)
@@ -133,14 +132,14 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 def check_shifted(*batches: Batch) -> None:
     """Refuse unshifted labels, as Hugging Face models take them: the model would learn to repeat its input.
 
-    A document gives the mistake away if it has two targets or more, or only its last token as a target. Documents with
-    one other target do so only together, in one batch or in several, since one label may equal its token by chance.
+    One document shows the mistake if it has two targets or more, or only its last token as a target. Documents with one
+    other target show it only together, in one batch or in several, since one label may equal its token by chance.
 
     A batch is refused if it has two labels or more, all of them repeat their own tokens, and one of them is not the
     next token too.
 
-    Hugging Face models take `labels = input_ids` and shift inside of the model. A user who brings such labels gets a
-    loss that falls quickly to zero, since copying the input is easy; nothing else in the curves looks wrong.
+    Hugging Face models take `labels = input_ids` and shift inside the model. A user who brings such labels gets a loss
+    that falls quickly to zero, since copying the input is easy; nothing else in the curves looks wrong.
     """
     for batch in batches:
         targets_T, own_T = batch.is_target_T, batch.labels == batch.tokens

@@ -3,11 +3,11 @@
 An epoch is a permutation of all documents, cut into windows of at least 256 streams' worth of tokens; each window is
 packed by best-fit decreasing (padding under 1% for usual lengths; truncation-free packing as in arXiv:2404.10830).
 Streams are numbered through all windows and epochs. Step s, data rank r of N, micro-batch m of R take stream `s*N*R +
-m*N + r`. So one number is the whole position of a run: it resumes on any number of ranks without repeating or skipping
-a document, where per-rank dataloader state cannot be resharded (torchtitan#811).
+m*N + r`. So one number is the whole position of a run, which can resume on any number of ranks without repeating or
+skipping a document, unlike per-rank dataloader state, which cannot be resharded (torchtitan#811).
 
-Example: 2 data ranks with 2 micro-batches take 4 streams a step. Step 10 begins with stream 40; rank 1 gets streams 41
-and 43. Resumed on 4 ranks with 1 micro-batch, step 10 has the same four streams, one a rank.
+Example: 2 data ranks with 2 micro-batches take 4 streams per step. Step 10 begins with stream 40; rank 1 gets streams
+41 and 43. Resumed on 4 ranks with 1 micro-batch, step 10 has the same four streams, one per rank.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ..errors import DataError, counted
 from ..log import logger
 from .permute import Indices, permuted
 
-WINDOW = 256  # streams of a window: longer windows waste less to padding, and take longer to pack
+WINDOW = 256  # streams of a window: longer windows need less padding, but take longer to pack
 _VERSION = 2  # of the rules below: a run that began under other rules cannot be resumed
 _CACHE_FORMAT = 2  # of the files that store where windows begin
 _DIGEST_BYTES = 16  # of XXH3-128
 _SHORTEST = 2  # a document of one token has no target
-MOST_DOCUMENTS = 10**9  # of a run over all epochs: more would take hours to pack, and 8 GB
+MOST_DOCUMENTS = 10**9  # per run, over all epochs: more would take hours to pack, and 8 GB
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of documents. `weight`: passes over it in an epoch. `share`: its share of tokens, instead of weights.
+    """A source of documents. `weight`: passes over it in an epoch. `share`: its share of tokens, instead of a weight.
 
     `cut`: documents longer than a stream are cut into pieces. `content`: a checksum of the documents.
 
     Shares are of tokens, weights are of passes: `share = 0.5` takes half of the tokens whatever the size of the source,
-    `weight = 2` reads its documents twice an epoch.
+    `weight = 2` reads its documents twice per epoch.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Window:
-    """A range of an epoch's documents that is packed as one. `first`: its first stream."""
+    """A range of an epoch's documents that are packed together. `first`: its first stream."""
 
     epoch: int
     start: int  # places of the epoch
@@ -82,8 +82,8 @@ class _Window:
 class Plan:
     """All streams of a run, of given `epochs` or number of `streams`.
 
-    It keeps 16 bytes a document, and packs a window when a stream of it is first asked for. `cache`: a folder for the
-    bounds of windows, which take 9 s for a million documents and are the same in every process.
+    It keeps 16 bytes per document, and packs a window when one of its streams is first requested. `cache`: a folder for
+    the bounds of windows, which take 9 s for a million documents and are the same in every process.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Plan:
         self._epochs, self._streams = epochs, streams
         self._check_amounts()
         self._windows, self.num_streams = self._load_or_build(cache)
-        # Four windows: a step may straddle two, and the next step is prepared in a thread meanwhile.
+        # Cache four windows: a step may straddle two, and a thread prepares the next step at the same time.
         self._packed = lru_cache(4)(self._pack)
 
     def _check(self) -> None:
@@ -177,7 +177,7 @@ class Plan:
     def _load_or_build(self, cache: Path | None) -> tuple[list[_Window], int]:
         """Return windows and number of streams, from the cache if it has them.
 
-        The cache key has the fingerprint of data and settings, and the amount of the run; the file has a checksum.
+        The cache key has the fingerprint of data and settings, and the length of the run; the file has a checksum.
         """
         if cache is None:
             return self._build_windows()
@@ -198,7 +198,7 @@ class Plan:
         return windows, num
 
     def _build_windows(self) -> tuple[list[_Window], int]:
-        """Return all windows and the number of streams. Each window is packed once to count its streams, and
+        """Return all windows and the number of streams. Each window is packed once to count its streams, then
         dropped."""
         first_stream, max_streams, windows = 0, self._streams, list[_Window]()
         for epoch in itertools.count():
@@ -234,7 +234,7 @@ class Plan:
         for s, ((start, stop), usable) in enumerate(zip(counts, self._usable, strict=True)):
             of_source = np.flatnonzero(source == s)
             pass_position = shuffled[of_source] - (ends[s] - (stop - start)) + start
-            # With a weight above 1, an epoch covers several passes over a source, each in another order.
+            # With a weight above 1, an epoch covers several passes over a source, each in a different order.
             for pass_number in np.unique(pass_position // len(usable)):
                 indices = of_source[pass_position // len(usable) == pass_number]
                 position_in_pass = pass_position[pass_position // len(usable) == pass_number] % len(usable)
@@ -258,8 +258,7 @@ class Plan:
         min_tokens, bounds = WINDOW * self.length, [0]
         while bounds[-1] < num:
             tokens_before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-            # The first position at which the window has at least `min_tokens`, by bisection in cumulative
-            # lengths.
+            # Find the first position at which the window has at least `min_tokens`, by bisection in cumulative lengths.
             bounds.append(min(num, int(np.searchsorted(ends, tokens_before + min_tokens)) + 1))
         last_tokens = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
         # A short window packs badly: with few documents, the last streams are mostly padding.
@@ -277,18 +276,18 @@ class Plan:
         return [[pieces[number] for number in streams[at]] for at in order.tolist()]
 
     def _pieces(self, source: int, document: int, size: int, epoch: int) -> list[Piece]:
-        """Split a document. A last piece of one token would have no target, so it gets one more from the piece
-        before."""
+        """Split a document. A last piece of one token would have no target, so it gets one more token from the previous
+        piece."""
         starts = [*range(0, size, self.length)]
         if size - starts[-1] < _SHORTEST:
             starts[-1] -= 1
         return [Piece(source, document, a, b, epoch) for a, b in itertools.pairwise([*starts, size])]
 
     def stream(self, number: int) -> list[Piece]:
-        """Return the documents of a stream; none past the end of the run.
+        """Return the documents of a stream; an empty list past the end of the run.
 
-        Windows are packed when first needed and four are cached, so asking for streams in order costs one packing a
-        window (some milliseconds for 256 streams).
+        Windows are packed when first needed and four are cached, so reading streams in order packs each window once
+        (some milliseconds for 256 streams).
         """
         if number < 0:
             raise DataError(f"there is no stream {number}")
@@ -305,7 +304,7 @@ class Plan:
     def epochs_before(self, number: int) -> float:
         """Return how many epochs precede a stream, up to the order within a window.
 
-        For progress and for schedules in epochs; it need not be exact to a document.
+        Progress and schedules in epochs use it; it need not be exact to a document.
         """
         window = self._windows[bisect_right(self._firsts, min(number, self.num_streams - 1)) - 1]
         share_done = min(1.0, (number - window.first) / len(self._packed(window)))
@@ -345,8 +344,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack by best-fit decreasing: longest first, each into the stream with the least room that it fits into. O(n log
     n) lookups.
 
-    Best fit needs no truncation of documents, which first-come packing with cutting does: truncated documents teach a
-    model to start and stop in the middle (arXiv:2404.10830).
+    Unlike first-come packing with cuts, best fit truncates no documents: these would teach a model to start and stop in
+    the middle (arXiv:2404.10830).
     """
     streams: list[list[int]] = []
     free: list[tuple[int, int]] = []  # room that is left, stream

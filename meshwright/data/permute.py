@@ -1,8 +1,8 @@
-"""A stateless pseudo-random permutation of 0..size-1: the element at any position is computed, nothing is stored.
+"""A stateless pseudo-random permutation of 0..size-1: any element is computed on demand, nothing is stored.
 
 A Feistel network with cycle walking (format-preserving encryption; Black and Rogaway, 2002). numpy's `permutation`
-needs 8 bytes an element, and may change between versions: a run that resumes under another numpy must see the same
-documents. A test pins some values of this one, which never change.
+needs 8 bytes per element, and may change between versions: a run that resumes under another numpy must see the same
+documents. A test pins some values of this permutation, which never change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _feistel(x: NDArray[np.uint64], half_bits: int, rounds: NDArray[np.uint64]) 
     """Permute numbers of `2 * half_bits` bits. Each round XORs one half with a hash of the other, so it is invertible
     whatever the hash.
 
-    With 6 rounds of a 64-bit multiply-xorshift mix the permutation is statistically random for shuffling. It is no
+    With 6 rounds of a 64-bit multiply-xorshift mix the permutation is statistically random for shuffling. It is not a
     cipher.
     """
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)

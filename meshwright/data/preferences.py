@@ -59,7 +59,7 @@ class ChatPairs:
         return [together([self.finish(each) for each in pair])]
 
     def _template_args(self, given: Any, answers: Mapping[str, list[Any]]) -> Any:
-        """Ask for thinking in both prompts if one of the answers thinks: else the prompts would differ too."""
+        """Request thinking in both prompts if one of the answers has thinking: otherwise the prompts would differ."""
         options = self.chat.options
         if (
             options.thinking != "auto"
@@ -87,7 +87,7 @@ class ChatPairs:
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Preferences over plain texts: `prompt`, `chosen` and `rejected`, put together without a template."""
+    """Preferences over plain texts: `prompt`, `chosen` and `rejected`, concatenated without a template."""
 
     tokenizer: Any  # one of transformers
     finish: Finish
@@ -121,7 +121,7 @@ _SAME = "chosen and rejected are the same; leave the row out"
 
 
 def _split(row: Row) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Return the messages of the prompt, which are not trained on, and those of both answers."""
+    """Return the messages of the prompt, which are not trained on, and the messages of both answers."""
     answers = {name: _messages_of(row, name) for name in _ANSWERS}
     chosen, rejected = answers.values()
     if chosen == rejected:
@@ -156,7 +156,7 @@ def _messages_of(row: Row, name: str) -> list[Any]:
 
 
 def _prompt_of(row: Row) -> list[Any]:
-    """Return the messages before the answers, from whatever field holds them; empty without such a field."""
+    """Return the messages before the answers, from the field that holds them; an empty list without such a field."""
     for name in _PROMPTS:
         value = row.get(name)
         if value is not None and value != "":

@@ -1,10 +1,11 @@
-"""The image and video processor: files -> patches, and the placeholder tokens that the text gets for them.
+"""The image and video processor of Qwen3-VL: files -> patches, and their placeholder tokens in the text.
 
 Sizes and patches equal those of transformers' Qwen3VLProcessor, from the same config files (tests compare them). It is
-separate because reading data needs sizes alone, from file headers; pixels are decoded when a batch is made.
+a separate implementation because reading data needs only sizes, from file headers; pixels are decoded when a batch is
+made.
 
-Example: a picture of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its one mark in the
-text becomes 300 placeholder tokens.
+Example: a picture of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its single mark in
+the text becomes 300 placeholder tokens.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Processor:
     def settings_key(self) -> str:
         """Return everything that the placeholders of a picture depend on, for the cache key.
 
-        A cache of tokens made with other limits has other numbers of placeholders; without this in the key, pixels and
-        placeholders would disagree after a change of `max_pixels`.
+        Other limits give other numbers of placeholders. Without this in the key, pixels and cached placeholders would
+        disagree after a change of `max_pixels`.
         """
         settings = [_read(self.directory / name) for name in ("processor_config.json", *_FILES.values())]
         return repr((settings, self.patch, self.wishes))
@@ -101,7 +102,7 @@ class Processor:
         return View.read(files, grid, frame_numbers, clip.fps)
 
     def _sampled_frames(self, clip: Clip) -> list[int]:
-        """Return the frames that are sampled of a file: `fps` a second, evenly spaced.
+        """Return the frames to sample from a file: `fps` per second, evenly spaced.
 
         `n = clip(frames / clip_fps * fps, min_frames, max_frames)` frames at `linspace(0, last, n)`, as in
         transformers. Frames are decoded in order up to the last one, since seeking in a video is not exact.
@@ -118,8 +119,8 @@ class Processor:
         return math.prod(view.grid) // _MERGE**2
 
     def text_of(self, view: View) -> str:
-        """Return the text that replaces a placeholder mark. In a video each slice has its time in front, as Qwen3-VL
-        does."""
+        """Return the text that replaces a placeholder mark. In a video the time of each slice precedes it, as in
+        Qwen3-VL."""
         _, height, width = view.grid
         num_tokens, placeholders = height * width // _MERGE**2, self.placeholders
         if not view.taken:
@@ -146,7 +147,7 @@ class Processor:
         """Decode and return a uint8 row for each patch, the four patches of a token together, tokens row by row."""
         size = (view.grid[1] * self.patch, view.grid[2] * self.patch)
         frames = [_resized(picture, size) for picture in view.pictures()]
-        # An image fills its slice twice, as does an odd last frame.
+        # An image is repeated to fill its slice of two frames, and so is an odd last frame.
         frames += frames[-1:] * (view.grid[0] * _TEMPORAL_PATCH - len(frames))
         return torch.from_numpy(patched(np.stack(frames), self.patch))
 
@@ -187,10 +188,10 @@ class Processor:
         return self._settings[kind]
 
     def _checked_settings(self, kind: str) -> Mapping[str, Any]:
-        """Read settings from `processor_config.json` or a file of their own (versions of transformers differ), and
-        refuse values that this processor does not implement."""
-        # Recent versions of transformers write one processor_config.json; older ones a file for images and one for
-        # videos.
+        """Read settings from `processor_config.json` or a separate file (versions of transformers differ), and refuse
+        values that this processor does not implement."""
+        # Recent versions of transformers write one processor_config.json; older ones write a file for images and one
+        # for videos.
         joint = _read(self.directory / "processor_config.json").get(f"{kind}_processor")
         settings = joint or _read(self.directory / _FILES[kind])
         if not settings:
@@ -228,8 +229,8 @@ def fitted(height: int, width: int, factor: int, pixels: tuple[int, int], num: i
     if max(height, width) > _MOST_OBLONG * min(height, width):
         raise DataError(f"a picture of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
     fitted_height, fitted_width = (round(side / factor) * factor for side in (height, width))
-    # The rounding is transformers': frames counted for the limit are rounded to whole slices, the scale uses the real
-    # number.
+    # Rounding follows transformers: the frames that count for the limit are rounded to whole slices, the scale uses the
+    # real number.
     counted_frames, num_frames = (round(num / _TEMPORAL_PATCH) * _TEMPORAL_PATCH, num) if num else (1, 1)
     if counted_frames * fitted_height * fitted_width > max_pixels:
         scale = math.sqrt(num_frames * height * width / max_pixels)
@@ -269,7 +270,7 @@ def patched(frames_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, An
 
 
 def _resized(picture: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """Resize with Pillow's bicubic filter. torch's antialiased one differs in the last bits."""
+    """Resize with Pillow's bicubic filter. torch's antialiased filter differs in the last bits."""
     from PIL.Image import Resampling
 
     return np.asarray(picture.resize(size[::-1], Resampling.BICUBIC))

@@ -71,8 +71,8 @@ def _texts(row: Row, name: str) -> list[str]:
 class EmbeddingRows:
     """Groups for contrastive learning: a query, a positive, and hard negatives, each with a label at its last token.
 
-    Texts are tokenised with the special tokens of their tokenizer, as sentence-transformers does: those of
-    Qwen3-Embedding end in an end token.
+    Texts are tokenised with the special tokens of their tokenizer, as sentence-transformers does: texts for
+    Qwen3-Embedding end with an end token.
     """
 
     tokenizer: Any  # one of transformers
@@ -97,7 +97,7 @@ class EmbeddingRows:
 
 @dataclass(frozen=True)
 class RerankRows:
-    """Documents for a reranker: a prompt of a query and a document, whose last token predicts one of two answers.
+    """Documents for a reranker: a prompt with a query and a document, whose last token predicts one of two answers.
 
     `prompt`: the tokens that a server would send for a query and a document. `answers`: the ids of "no" and "yes".
     """

@@ -1,7 +1,7 @@
 """Read rows of JSON lines, JSON lists, Parquet, Arrow and text files, each with the place that it came from.
 
-JSON lines are not read by a table library: those drop empty lines, fill missing fields with null, and do not say in
-which line an error is.
+No table library reads JSON lines here: these libraries drop empty lines, fill missing fields with null, and do not
+report the line of an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .json_values import kind_of
 Split = Literal["file", "paragraph", "line", "array"]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md")
-_OF_DIRECTORIES = (".jsonl", ".parquet", ".txt", ".md")  # not .json: in a directory it often describes the others
+_OF_DIRECTORIES = (".jsonl", ".parquet", ".txt", ".md")  # not .json: in a directory it often describes the other files
 ARROW = ".arrow"  # files of data sets, which list their own files
 _RANGE_BYTES = part_size(__name__, "_RANGE_BYTES", 8 << 20, small=101)
 _SAMPLE_BYTES = part_size(__name__, "_SAMPLE_BYTES", 1 << 20, small=101)
-_ARRAY_BYTES = 1 << 30  # limit of a file that is one JSON list: it is parsed at once
+_ARRAY_BYTES = 1 << 30  # size limit of a file that is one JSON list: it is parsed at once
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -84,7 +84,7 @@ def files_of(path: str | Path) -> list[Path]:
 def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
     """Split files into shards, the same for any number of processes.
 
-    Shards are what processes tokenise in parallel. Their order is fixed, so the cache is the same for any number of
+    Processes tokenise shards in parallel. Their order is fixed, so the cache does not depend on the number of
     processes.
     """
     shards: list[Shard] = []
@@ -109,8 +109,8 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
 def rows_of(shard: Shard) -> Iterator[Row]:
     """Yield the rows of a shard.
 
-    A row that cannot be read is yielded with `wrong` set, not raised: whoever counts rows decides whether bad ones stop
-    the run, and can name all of them at once.
+    A row that cannot be read is yielded with `wrong` set, not raised: the caller decides whether bad rows stop the run,
+    and can name all of them at once.
     """
     if shard.file.suffix == ".parquet":
         yield from _rows_of_table(shard)
@@ -136,8 +136,8 @@ def _lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
     """
     with shard.file.open("rb") as file:
         if shard.start:
-            # From one byte before: if that is a newline, the line that starts exactly at `start` is kept, else its rest
-            # is skipped.
+            # Begin one byte earlier: if it is a newline, the line that starts exactly at `start` is kept; else the rest
+            # of the earlier line is skipped.
             file.seek(shard.start - 1)
             file.readline()
         at = file.tell()
@@ -173,7 +173,7 @@ def _row_of_json(at: int, line: bytes) -> Row:
 
 
 def _row_of_value(at: int, values: Any) -> Row:
-    """Check for an object."""
+    """Return the row of a parsed value, which must be an object."""
     if not isinstance(values, dict):
         return Row(at, {}, f"it is {kind_of(values)}, not an object")
     return Row(at, values)
@@ -194,7 +194,7 @@ def _rows_of_array(file: Path) -> Iterator[Row]:
         )
     try:
         text = file.read_bytes().decode()
-        at, previous_char = 0, 0  # the byte and the character of the row before
+        at, previous_char = 0, 0  # the byte and the character of the previous row
         for char, values in _elements(text):
             # JSON is decoded as text, but places are bytes; only the text since the last row is encoded again.
             at, previous_char = at + len(text[previous_char:char].encode()), char
@@ -255,7 +255,7 @@ def _table(file: Path) -> Iterator[Any]:
 
 
 def places_of(file: Path, ats: Iterable[int]) -> dict[int, str]:
-    """Return places as people look for them: lines counted from 1, or table rows counted from 0."""
+    """Return places for people: line numbers from 1, or table rows from 0."""
     if file.suffix in (".parquet", ARROW):
         return {at: f"{file}, row {at}" for at in ats}
     by_offset, line, previous_offset = dict[int, str](), 1, 0
@@ -279,7 +279,7 @@ def _chunks(opened: Any, num_bytes: int) -> Iterator[bytes]:
 
 
 def stamp(file: Path) -> tuple[str, int, int, bytes]:
-    """Return what changes when a file changes: path, size, mtime, and both ends (an overwritten file may keep size and
+    """Return a stamp that changes with a file: path, size, mtime, and both ends (an overwritten file may keep size and
     time).
 
     The whole file is not hashed: a terabyte of text would take an hour at every start. Both ends catch appended and

@@ -1,4 +1,4 @@
-"""A sandbox for chat templates, which are programs from the internet: bounds their time, memory and single operations.
+"""Sandbox for chat templates, which are programs from the internet: bound their time, memory and single operations.
 
 transformers renders templates in jinja2's ImmutableSandboxedEnvironment, which forbids attribute access but not `"a" *
 10**12`. Time and memory are bounded from another thread, which cannot run while one C operation holds the GIL; so
@@ -46,7 +46,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%":
             _check_format(left)
         elif isinstance(left, int) and isinstance(right, int):
-            # An upper bound of the result's size, from the operands alone: computing it is what must not happen.
+            # Bound the size of the result from the operands alone: the result itself must not be computed.
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             _check(bits, _MOST_BITS, "bits")
         elif operator == "*":
@@ -67,7 +67,7 @@ def install() -> None:
 
     transformers looks the class up in its module when a template is compiled, so replacing it there is enough.
     """
-    from transformers.utils import chat_template_utils  # late: it takes a second
+    from transformers.utils import chat_template_utils  # late: the import takes a second
 
     chat_template_utils.ImmutableSandboxedEnvironment = Sandbox  # type: ignore[misc] # it is looked up at each template
 
@@ -118,8 +118,8 @@ class Unbounded(DataError):
 def bounded(render: Callable[[], Result]) -> Result:
     """Run `render` in a thread; end it after 10 s, or when the process has grown by 1 GiB.
 
-    A thread, since a process would have to receive the tokenizer and the chats. SystemExit is raised asynchronously in
-    it by `PyThreadState_SetAsyncExc`, which takes effect at the next bytecode.
+    It is a thread because a process would have to receive the tokenizer and the chats. `PyThreadState_SetAsyncExc`
+    raises SystemExit in it, which takes effect at the next bytecode.
     """
     threads, bytes_before = list[int](), _peak_bytes()
 
@@ -151,8 +151,8 @@ def _executor() -> ThreadPoolExecutor:
 def _kill(threads: list[int]) -> None:
     """Raise SystemExit in threads: a template cannot catch it, as jinja2 has no try.
 
-    The pool is dropped with its threads. A thread in the middle of a C call dies when that returns; new rows use new
-    threads.
+    The pool is dropped with its threads. A thread in the middle of a C call dies when the call returns; new rows use
+    new threads.
     """
     for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))

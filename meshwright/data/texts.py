@@ -1,4 +1,4 @@
-"""Make documents from plain texts, on whose every token the model trains, and from rows that are already tokenised."""
+"""Make documents from plain texts, trained on every token, and from rows that are already tokenised."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Texts:
 class TextOnly:
     """Text-only documents for a vision-language model. Refuses placeholder tokens.
 
-    A document about the model itself may contain a placeholder in its text. The model would take it for a picture, and
-    none exists.
+    A document about the model itself may contain a placeholder in its text. The model would look for a picture that
+    does not exist.
     """
 
     make: Callable[[Mapping[str, Any]], list[Tokens]]

@@ -1,8 +1,8 @@
 """Tokenise the documents of a source once, into Arrow files that all ranks of a machine memory-map.
 
 The cache key is a hash of the files and of everything that determines tokens. One process builds it under a lock.
-Mapped files cost no memory per rank and no start-up time; tokenising on the fly makes the ranks that drew long texts
-the slowest.
+Mapped files cost no memory per rank and no start-up time; tokenising on the fly would slow down the ranks that drew
+long texts, and so all ranks.
 
 Columns of the Arrow files, a row for each document:
 
@@ -56,8 +56,8 @@ BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
 _READERS = 4
 _PART_BYTES = part_size(__name__, "_PART_BYTES", 16 << 20, small=101)
 _BATCH_TOKENS = part_size(__name__, "_BATCH_TOKENS", 4 << 20, small=11)
-_NAMED = 20  # kinds of bad rows that one message names
-# What varies between reasons of one kind: names, paths, numbers.
+_NAMED = 20  # number of kinds of bad rows that one message names
+# Parts that vary between reasons of one kind: names, paths, numbers.
 _VARIABLE_PARTS = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\d[\d.,]*""")
 _SCHEMA = pa.schema([
     ("ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())), ("file", pa.int32()), ("at", pa.int64()),
@@ -67,10 +67,10 @@ _SCHEMA = pa.schema([
 
 @dataclass(frozen=True)
 class TokenizeSpec:
-    """The recipe by which rows become documents.
+    """The recipe for making documents from rows.
 
-    `settings_key`: everything that changes what `make` does, such as the chat template. `unused`: which fields of a row
-    are not used.
+    `settings_key`: everything that changes the result of `make`, such as the chat template. `unused`: returns the
+    unused fields of a row.
     """
 
     name: str
@@ -97,8 +97,8 @@ LeftOut = tuple[int, int, str]  # a row: its file, where it is, and why
 
 @dataclass(frozen=True)
 class _ShardResult:
-    """The result of tokenising a shard. `content`: a checksum of its documents. `sum`: of the file that they were
-    written to."""
+    """The result of tokenising a shard. `content`: a checksum of its documents. `sum`: the checksum of the file that
+    they were written to."""
 
     rows: int
     content: str
@@ -109,13 +109,13 @@ class _ShardResult:
 
 
 def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
-    """Return the documents of a source, from the cache if it is valid. One process builds it, others wait.
+    """Return the documents of a source, from the cache if it is valid. One process builds it, all others wait.
 
-    The first process of a run verifies the checksums of the cache and the ends of all pictures, and rebuilds it if need
-    be.
+    The first process of a run verifies the checksums of the cache and the ends of all pictures, and rebuilds it if
+    needed.
 
-    Order: lock; verify an existing cache; build if there is none; note that this run has verified it. Ranks that come
-    later find the note and only map the files.
+    The order: lock; verify an existing cache; build it if there is none; write a note that this run has verified it.
+    Later ranks read the note and only map the files.
     """
     final = cache / spec.fingerprint
     cache.mkdir(parents=True, exist_ok=True)
@@ -142,9 +142,9 @@ def _is_of_this_run(checked: Path) -> bool:
 
 
 def _remove_stale(name: str, final: Path) -> None:
-    """Remove a cache that fails its checksums, or of which a picture has changed or is gone.
+    """Remove a cache that fails its checksums, or one of whose pictures has changed or is gone.
 
-    It is derived data, so it is rebuilt, with a warning. Then `on_bad` decides about a row whose picture is gone.
+    It is derived data, so it will be rebuilt, with a warning. Then `on_bad` decides about a row whose picture is gone.
     """
     try:
         info = info_of(final)
@@ -175,7 +175,7 @@ def _checksum_of(file: Path) -> str:
 def _build(spec: TokenizeSpec, final: Path, processes: int) -> None:
     """Build the cache in a temporary directory, and rename it."""
     for leftover in final.parent.glob(f".{final.name}.making-*"):
-        shutil.rmtree(leftover)  # of a killed process: this one holds the lock now
+        shutil.rmtree(leftover)  # left by a killed process: this process holds the lock now
     temporary = final.parent / f".{final.name}.making-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
@@ -231,7 +231,7 @@ def _write(spec: TokenizeSpec, shard: Shard, number: int, target: Path) -> _Shar
     def add_batch() -> None:
         batch = _batch(pending, number)
         out.write_batch(batch)
-        # The content hash covers what is trained on, not paths, so moving the data does not invalidate a run's plan.
+        # The content hash covers training data, not paths, so moving the files does not invalidate a run's plan.
         for column in map(flat_column, map(batch.column, TRAINED_ON)):
             for array in column if len(column[1]) else ():
                 content.update(array.data)
@@ -260,7 +260,7 @@ def _documents(spec: TokenizeSpec, row: Row, number: int, result: _ShardResult) 
     try:
         documents = spec.make(row.values)
         result.unused.update(spec.unused(row.values) if spec.unused else ())
-    # An endless template would be as endless in the next row: it ends the run, whatever on_bad says.
+    # A template that does not end would not end in the next row either, so it ends the run whatever on_bad says.
     except Unbounded:
         raise
     except DataError as error:
@@ -273,7 +273,7 @@ def _documents(spec: TokenizeSpec, row: Row, number: int, result: _ShardResult) 
 
 
 def _one_line(why: str) -> str:
-    """Return a reason on one line, printable anywhere: a row may hold lone surrogates."""
+    """Return a reason on one line, with lone surrogates of the row escaped so that it can be printed."""
     return " ".join(why.encode(errors="backslashreplace").decode().split())
 
 
@@ -290,7 +290,7 @@ _COLUMNS = (attrgetter("ids"), attrgetter("spans"), attrgetter("parts"), attrget
 
 
 def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
-    """Build an Arrow column of lists without copying each."""
+    """Build an Arrow column of lists without copying each list."""
     offsets = np.fromiter(accumulate(map(len, arrays), initial=0), dtype=np.int32, count=len(arrays) + 1)
     values = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))

@@ -21,7 +21,8 @@ def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")
 
     if not (directory / _CONFIG).is_file() and not (directory / _TOKENS).is_file():
         raise DataError(f"{directory} holds no tokenizer; put its files into it, or {fix}")
-    # Read first with clear errors: transformers reports a broken JSON file in many ways, most of which do not name it.
+    # Read these files first, with clear errors: transformers reports a broken JSON file in many ways, mostly without
+    # its name.
     for name in (_CONFIG, "special_tokens_map.json", "config.json"):
         if (directory / name).is_file():
             read_object(directory / name)
@@ -29,7 +30,7 @@ def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         # Some broken tokenizers load and fail at the first text.
         tokenizer.encode("a")
-    except Exception as error:  # transformers checks no field, so that anything may be raised
+    except Exception as error:  # transformers checks no field, so it may raise anything
         raise DataError(
             f"{_broken(directory)} cannot be read as a tokenizer: {type(error).__name__}: {error}; fetch it again"
         ) from error
@@ -37,7 +38,7 @@ def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")
 
 
 def _broken(directory: Path) -> Path:
-    """Return the file that keeps a tokenizer from loading: the first that cannot be read by itself."""
+    """Return the file that keeps a tokenizer from loading: the first one that cannot be read on its own."""
     from tokenizers import Tokenizer
     from transformers import AutoConfig
 

@@ -17,14 +17,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)  # eq would ask arrays for one truth value
 class Tokens:
-    """A tokenised document. `spans`: half-open ranges of trained tokens, each predicted at the token before it. The
-    first token of a document has none before it and is never a target.
+    """A tokenised document. `spans`: half-open ranges of trained tokens, each predicted at the token before it. No
+    token precedes the first token of a document, so it is never a target.
 
-    `parts`: the lengths of several documents that one row has made, such as both answers of a pair. They are packed as
-    one, so they reach a loss together. `classes`: for each document the label of its last token, for heads that score
-    whole documents.
+    `parts`: the lengths of several documents made from one row, such as both answers of a pair. They are packed as one,
+    so a loss gets them together. `classes`: for each document the label of its last token, for heads that score whole
+    documents.
 
-    int32 ids: half of the memory and cache of int64, and no vocabulary needs more. They become int64 in the batch.
+    Ids are int32: half of the memory and cache of int64, and enough for any vocabulary. They become int64 in the batch.
     """
 
     ids: Ids
@@ -54,7 +54,7 @@ def tokens(ids: Sequence[int], spans: Sequence[Span], views: Sequence[View] = ()
 
 
 def scored(document: Tokens, label: int = 0) -> Tokens:
-    """Return a document with a label at its last token alone, for a head that scores whole documents."""
+    """Return a document with a label only at its last token, for a head that scores whole documents."""
     return Tokens(document.ids, (), document.views, classes=(label,))
 
 

@@ -19,21 +19,21 @@ from ..errors import DataError
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations in which width and height are swapped
 _ORIENTATION = 0x0112
 _STILL = {".gif", ".webp", ".png", ".apng"}  # picture formats that may be animated
-_COUNTED = ("GIF", "WEBP", "PNG")  # whose frames Pillow counts
+_COUNTED = ("GIF", "WEBP", "PNG")  # formats whose frames Pillow counts
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS, which Pillow hands to Ghostscript
 # FFmpeg follows playlists to other files and URLs, so no playlist format is allowed, and only local files.
 _CONTAINERS = {"format_whitelist": "mov,matroska,avi,mpeg,mpegts", "protocol_whitelist": "file"}
 _VIDEOS = "MP4, MOV, Matroska, WebM, AVI, MPEG"
 MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any Qwen processor keeps, and 192 MiB as RGB
-_END_BYTES = 4096  # of each end of a file, to tell it from another of the same size
-_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a whole file has near its end, and no compressed pixels
-# What Pillow raises for broken files.
+_END_BYTES = 4096  # read from each end of a file, to tell it from another file of the same size
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # near the end of a whole file, never in compressed pixels
+# Exceptions that Pillow raises for broken files.
 _OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A video: number of frames, frames a second, size (height, width)."""
+    """A video: number of frames, frames per second, size (height, width)."""
 
     num: int
     fps: float
@@ -44,8 +44,8 @@ class Clip:
 def open_picture(file: Path) -> Iterator[Any]:
     """Open a picture, with Pillow's errors as DataErrors.
 
-    Formats are an explicit list. Pillow's plugins include parsers for old formats with a history of security bugs, and
-    one that runs Ghostscript.
+    Only listed formats are allowed: Pillow's plugins include parsers for old formats with a history of security bugs,
+    and one that runs Ghostscript.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -78,9 +78,9 @@ def size_of(file: Path) -> tuple[int, int]:
 
 
 def _seems_whole(file: Path, kind: str) -> bool:
-    """Return whether a file has an end. If not, or if its format has no mark there, only decoding says if it is whole.
+    """Return whether a file has the end mark of its format. Without one, only decoding shows whether it is whole.
 
-    Downloads that broke off are the usual broken pictures. Decoding all would take hours for a million of them.
+    Most broken pictures are interrupted downloads. Decoding every picture would take hours for a million of them.
     """
     ends = _ends_of(file)
     if kind == "WEBP":
@@ -109,8 +109,7 @@ def clip_of(file: Path) -> Clip:
 
 
 def pictures_of(files: Sequence[Path], frame_numbers: Sequence[int]) -> Iterator[Any]:
-    """Yield RGB frames: of several picture files one each; of a video those with `frame_numbers`; or the only
-    picture."""
+    """Yield RGB frames: one of each picture file; those with `frame_numbers` of a video; or the only picture."""
     if len(files) > 1 or not frame_numbers:
         for file in files:
             with open_picture(file) as picture:
@@ -137,7 +136,8 @@ def _to_rgb(picture: Any) -> Any:
 
     if "A" not in picture.getbands() and "transparency" not in picture.info:
         return picture.convert("RGB")
-    # Composited, not just converted: `convert("RGB")` drops alpha and keeps whatever colour transparent pixels have.
+    # Composite instead of converting: `convert("RGB")` would drop alpha and keep whatever colour transparent pixels
+    # have.
     rgba = picture.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
@@ -165,7 +165,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _clip(file: Path) -> Clip:
-    """Read a video's header. Frames are counted by decoding if it does not say."""
+    """Read a video's header. If it lacks the number of frames, count them by decoding."""
     with _opened(file) as container:
         stream = container.streams.video[0]
         num = stream.frames or sum(1 for _ in container.decode(video=0))
@@ -195,11 +195,11 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 @dataclass(frozen=True)
 class View:
     """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes` and `ends`:
-    their size and a checksum of their first and last bytes when they were read. `taken`: the frames that are used of a
-    video with `fps` frames a second.
+    their size and a checksum of their first and last bytes when they were read. `taken`: the used frames of a video,
+    which has `fps` frames per second.
 
-    What a document keeps of a picture: paths and numbers, a few hundred bytes. Pixels are read when a batch is made,
-    and never by ranks that do not encode them.
+    A document keeps only these paths and numbers of a picture, a few hundred bytes. Pixels are read when a batch is
+    made, and never by ranks that do not encode them.
     """
 
     files: tuple[str, ...]
@@ -223,11 +223,11 @@ class View:
 
     @property
     def content(self) -> str:
-        """Return what identifies it, without its path."""
+        """Return a text that identifies the content of the picture, without its path."""
         return repr((self.grid, self.num_bytes, self.ends, self.taken, self.fps))
 
     def change(self) -> str:
-        """Return how its files differ from those that were read, "" if they do not."""
+        """Return how the files differ from those that were read; "" if they do not."""
         paths = [Path(file) for file in self.files]
         if missing := next((path for path in paths if not path.is_file()), None):
             return f"there is no file {missing} any more"
@@ -237,14 +237,14 @@ class View:
         return "" if ends == self.ends else f"{paths[0]} has other bytes than when the data were read"
 
     def pictures(self) -> Iterator[Any]:
-        """Yield its frames as RGB. Refuse files that have changed since its grid was computed."""
+        """Yield the frames as RGB. Refuse files that have changed since the grid was computed."""
         # Checked again at this point: days may pass between reading the data and training on them.
         if change := self.change():
             raise DataError(f"{change}; restore it, or start the run again, which then reads the data again")
         return pictures_of([Path(file) for file in self.files], self.taken)
 
     def thumbnail(self, side: int) -> str:
-        """Return its first frame as a JPEG of at most `side` x `side` pixels, in base64."""
+        """Return the first frame as a JPEG of at most `side` x `side` pixels, in base64."""
         picture, jpeg = next(self.pictures()), io.BytesIO()
         picture.thumbnail((side, side))
         picture.save(jpeg, "JPEG", quality=70)

@@ -1,9 +1,9 @@
 """Decide whether a run fits into device and host memory, before anything is allocated.
 
-Model state of mixed-precision Adam is 4 + 4 + 4 bytes a parameter in float32 (master weight and two moments), plus a
-gradient, divided by the shards (ZeRO, arXiv:1910.02054, section 3). On top come buffers whose size depends on the
-moment: gathered units, unreduced gradients, activations. Their peaks do not coincide, so adding up each one's maximum
-would refuse runs that fit; `simulate` finds the peak of the sum.
+Model state of mixed-precision Adam is 4 + 4 + 4 bytes per parameter in float32 (master weight and two moments), plus a
+gradient, divided by the shards (ZeRO, arXiv:1910.02054, section 3). Other buffers vary over a step: gathered units,
+unreduced gradients, activations. Their peaks do not coincide, so a sum of their maxima would refuse runs that fit;
+`simulate` finds the peak of the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Need:
     _cache: ActivationCache = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, rank: int | None = None) -> list[Stored]:
-        """Return the bytes by kind: of a rank, or by default of the rank that needs most (the first of each pipeline
+        """Return the bytes by kind of a rank; by default, of the rank that needs most (a first rank of a pipeline
         stage)."""
         # Ranks of one stage store shards of the same parameters, and rank 0 of each gets the larger part of uneven
         # ones.
@@ -50,7 +50,7 @@ class Need:
         return max(map(self._bytes_of_rank, ranks), key=lambda stored: sum(s.num_bytes for s in stored))
 
     def _bytes_of_rank(self, rank: int) -> list[Stored]:
-        """Return what a rank stores, with transient buffers as they are at the peak of the step.
+        """Return the bytes of a rank, with transient buffers as at the peak of the step.
 
         Without a known micro-batch there is no peak, and each buffer counts at its own maximum.
         """
@@ -58,7 +58,7 @@ class Need:
         if self.passing is None:
             return upper_bound
         at_peak = dict(self._peak_of_stage(self.axes.coords(rank)["pp"]))
-        gradients = at_peak.pop(GRADIENTS)  # simulated on the first rank of the stage; this one may store less
+        gradients = at_peak.pop(GRADIENTS)  # simulated on the first rank of the stage; this rank may store less
         kept = [
             replace(each, num_bytes=min(gradients, each.num_bytes))
             if each.what == GRADIENTS and not each.host
@@ -69,8 +69,8 @@ class Need:
         return kept + [Stored(what, num_bytes) for what, num_bytes in at_peak.items() if num_bytes]
 
     def _peak_of_stage(self, pp_position: int) -> dict[str, int]:
-        """Simulate the first rank of a pipeline stage, once. The other ranks of the stage hold about the same, and
-        never more."""
+        """Simulate the first rank of a pipeline stage, once. The other ranks of the stage hold about as much, and never
+        more."""
         assert self.passing is not None
         if pp_position not in self._peak:
             first = self.axes.group(0, ("pp",))[pp_position]
@@ -90,7 +90,7 @@ def widths_of(compute: torch.dtype) -> Widths:
 def held_while_training(
     compute: torch.dtype, trained: Container[str], optimizer: Optimizer = AdamW(), **more: Any
 ) -> Held:
-    """Return what is held while `optimizer` trains the parameters `trained`. `more`: other fields of `Held`."""
+    """Return the `Held` of a run in which `optimizer` trains the parameters `trained`. `more`: its other fields."""
     state_bytes = partial(optimizer.state_bytes, stored_dtype(compute))
     return Held(widths_of(compute), trained, state_bytes, **more)
 
@@ -98,8 +98,8 @@ def held_while_training(
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_bytes: int) -> Blueprint:
     """Choose `hold` of a pipeline (keep parameters gathered for the whole step) by the smallest memory of any rank.
 
-    Keeping them saves an all-gather per micro-batch and stage (ZeRO-2 instead of ZeRO-3). It is chosen if gathered
-    parameters and unreduced gradients take less than a third of the device. Without a pipeline no option of it applies.
+    `hold` saves an all-gather per micro-batch and stage (ZeRO-2 instead of ZeRO-3). It is chosen if gathered parameters
+    and unreduced gradients take less than a third of the device. Without a pipeline it does not apply.
     """
     pipeline, memory = blueprint.recipe.pipeline, blueprint.recipe.memory
     if axes.pp == 1:
@@ -113,8 +113,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_byt
     held = held_while_training(compute, trained, offload=memory.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
-    # Zero-bubble schedules refuse hold=False (`Recipe.check_schedule`). For others one third leaves room for optimizer
-    # state and activations, whose size is unknown at load.
+    # Zero-bubble schedules refuse hold=False (`Recipe.check_schedule`). For other schedules, one third leaves room for
+    # optimizer state and activations, whose size is unknown at load.
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return keep_gathered
     return blueprint.with_options(pipeline=replace(pipeline, hold=False))
@@ -123,8 +123,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_byt
 def refuse_too_large(need: Need, memory: Memory) -> None:
     """Raise `MeshError` if the model state alone does not fit.
 
-    Before the first step the number of tokens is unknown, so activations are not counted. What is refused cannot run;
-    what passes may still run out of memory later.
+    Before the first step the number of tokens is unknown, so activations are not counted. A refused run cannot work;
+    one that passes may still run out of memory later.
     """
     if not fits(need.stored(), memory):
         raise MeshError(too_large(need, memory))
@@ -157,9 +157,9 @@ def ways_out(need: Need, memory: Memory) -> str:
 
 
 def choices(need: Need, memory: Memory) -> list[str]:
-    """List what would fit, each on its own: the smallest fsdp, full recomputation, CPU offload.
+    """List options that would each fit: the smallest fsdp, full recompute, CPU offload.
 
-    Each suggestion is checked by the same simulation, so what the error proposes does fit.
+    The same simulation checks each suggestion, so it does fit.
     """
     options, mesh = list[str](), _smallest_mesh(need, memory)
     if mesh is not None:
@@ -177,7 +177,7 @@ def choices(need: Need, memory: Memory) -> list[str]:
 
 def _smallest_mesh(need: Need, memory: Memory) -> Axes | None:
     """Return the mesh with the smallest fsdp that fits. The largest is tried first: if that does not fit, none does."""
-    # Doublings: halves of an fsdp mesh are easy to get, and 12 checks are enough.
+    # Try doublings only: users can get these meshes easily, and 12 checks are enough.
     sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST]
     larger = [replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes]
     if not larger or not fits(larger[-1].stored(), memory):

@@ -1,8 +1,7 @@
 """Count the bytes that FSDP2 holds while a stage runs: gathered units, and gradients on their way to their shards.
 
-The same hooks that FSDP2 uses fire on a copy of the model on the meta device, where nothing is gathered; bytes are
-counted instead. FSDP's buffers follow its own rules (prefetch, delayed frees, copy-out), so they cannot be read off the
-model alone.
+FSDP2's hooks fire on a copy of the model on the meta device, where nothing is gathered; bytes are counted instead.
+FSDP's buffers follow its own rules (prefetch, delayed frees, copy-out), so they cannot be read off the model alone.
 
 Timeline of forward over units A, B (each line adds or frees bytes):
 
@@ -44,8 +43,8 @@ Add = Callable[[str, int], None]
 def sharded_units(
     spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], seen: Seen
 ) -> dict[Unit, tuple[int, int]]:
-    """Return the units that FSDP shards, without ignored parameters, each with its bytes when gathered, and the bytes
-    of its gradients when they are reduced."""
+    """Return the units that FSDP shards, without ignored parameters. Each comes with its bytes when gathered, and the
+    bytes of its gradients when they are reduced."""
     compute, memory = seen.compute, seen.memory
     stored = torch.promote_types(compute, torch.float32).itemsize
     codings = {name: form for name, form in seen.frozen.items() if isinstance(form, Coding)}
@@ -80,7 +79,7 @@ class FsdpBuffers:
         self._model, self._units, self._grad_bytes, self._add = model, units, grads, add
         self._order = [*units]
         self._flat, self._old_flat, self._gathered = set[Unit](), set[Unit](), set[Unit]()
-        self._reached_by_backward = set[Unit]()  # those to which backward has come
+        self._reached_by_backward = set[Unit]()  # the units that backward has reached
         self._grads: dict[Unit, list[Tensor]] = {}
         self._sent: Unit | None = None
 
@@ -156,8 +155,8 @@ class FsdpBuffers:
             self._send(unit)
 
     def _send(self, unit: Unit) -> None:
-        """Reduce-scatter the gradients of a unit from one buffer, as wide as they are reduced. It is freed by the next
-        one."""
+        """Reduce-scatter the gradients of a unit from one buffer, in the dtype of the reduction. The next one frees the
+        buffer."""
         self._free(self._gathered, unit)
         self._free_sent()
         self._sent = unit
@@ -166,7 +165,7 @@ class FsdpBuffers:
         self._add(GRADIENTS, sum(self._grad_bytes.get(name, 0) for name in unit.params))
 
     def _free_sent(self) -> None:
-        """Free the buffer of the reduce-scatter before."""
+        """Free the buffer of the previous reduce-scatter."""
         if self._sent is not None:
             self._add(IN_FLIGHT, -self._units[self._sent][1])
             self._sent = None

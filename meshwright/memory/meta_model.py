@@ -1,7 +1,7 @@
-"""Copy a rank's shard of a model to the meta device, with its doors armed, to run it without memory and other ranks.
+"""Copy a rank's shard of a model to the meta device, with its doors armed, to run it without memory or other ranks.
 
-On the meta device tensors have shapes but no data, as with torch's FakeTensorMode. The copy is a real forward and
-backward of the real modules, so what it says holds for any model family, without a formula for each.
+On the meta device tensors have shapes but no data, as with torch's FakeTensorMode. The copy runs a real forward and
+backward of the real modules, so its result holds for any model family, without a formula for each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..sharding import Param, ShardingSpec, Span, Stage, find_doors, shape_befor
 
 @dataclass(frozen=True)
 class Seen:
-    """The forms in which a forward sees parameters. `frozen`: of those that are not trained, the dtype in which they
-    are stored, or their coding in 8 or 4 bits.
+    """The forms in which a forward sees parameters. `frozen`: for parameters that are not trained, the dtype in which
+    they are stored, or their coding in 8 or 4 bits.
     """
 
     compute: torch.dtype
@@ -39,7 +39,7 @@ class Seen:
 
 
 class FakeMesh:
-    """A mesh as far as doors need one. Meta collectives look at shapes alone, so no process group is created."""
+    """The part of a mesh that doors need. Meta collectives use only shapes, so no process group is created."""
 
     def __init__(self, axes: Axes, rank: int) -> None:
         self.axes, self.coords = axes, axes.coords(rank)
@@ -67,11 +67,11 @@ _REPLACED: dict[Any, Any] = {
 
 
 class MetaKernels(TorchDispatchMode):
-    """A dispatch mode for running a meta copy: replaces kernels that torch lacks or that behave otherwise on the meta
-    device.
+    """A dispatch mode for running a meta copy. It replaces kernels that torch lacks on the meta device, or that behave
+    differently there.
 
-    torch derives meta shapes in Python, 0.1 ms an operation. A model repeats the same operations on the same shapes in
-    each layer and loss chunk, so each is derived once. A plan over hundreds of meshes depends on it.
+    torch derives meta shapes in Python, 0.1 ms per operation. A model repeats the same operations on the same shapes in
+    each layer and loss chunk, so each is derived only once. A search over hundreds of meshes depends on it.
 
     In-place operations need no derivation: they return an argument.
     """
@@ -88,11 +88,11 @@ class MetaKernels(TorchDispatchMode):
             return _REPLACED[func](*args, **kwargs)
         if (written := _written(func)) is not None:
             return kwargs[written] if written in kwargs else args[0]
-        # Views and in-place operations must run: the result shares memory with an argument, which is what the counting
-        # is about.
+        # Views and in-place operations must run: the result shares memory with an argument, and only new memory must be
+        # counted.
         if not _is_fresh(func):
             return func(*args, **kwargs)
-        # Meta outputs depend on shapes, strides, dtypes and plain arguments, and on nothing else.
+        # Meta outputs depend only on shapes, strides, dtypes and plain arguments.
         key = (func, _shapes(args), _shapes(tuple(kwargs.items())))
         if key not in self._derived:
             out = func(*args, **kwargs)
@@ -136,10 +136,11 @@ def _shapes(value: Any) -> Any:
 
 
 def meta_copy(spec: ShardingSpec, stage: Stage, mesh: Any, seen: Seen, layers: Sequence[int]) -> Decoder:
-    """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed.
+    """Copy some layers of a stage (and its embedding and head) to the meta device, sharded as on this rank, with its
+    doors armed.
 
-    deepcopy with a memo that maps each parameter to its meta shard: modules, buffers and ties are copied by torch, and
-    no full parameter is ever created.
+    It is a deepcopy with a memo that maps each parameter to its meta shard. So torch copies modules, buffers and ties,
+    and no full parameter is ever created.
     """
     stage_model: Decoder = stage.module
     original = stage_model.with_layers(layers)
@@ -167,7 +168,7 @@ def meta_copy(spec: ShardingSpec, stage: Stage, mesh: Any, seen: Seen, layers: S
 def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = None) -> Tensor:
     """Run the forward of a meta copy, and return its scores or the output of its stage. `x_TD`: input of a stage
     without embedding."""
-    # One document: where documents end does not change what a packed stream stores.
+    # One document is enough: where documents end does not change the memory of a packed stream.
     own = num_tokens // (axes.cp * axes.tp)
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
     for balance in (model.balance, *([] if model.mtp is None else [model.mtp.balance])):
@@ -179,8 +180,8 @@ def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = N
 
 
 def _forms(spec: ShardingSpec, stage: Stage, axes: Axes, seen: Seen) -> Iterator[tuple[str, torch.dtype | Coding]]:
-    """Yield the form in which a forward sees each parameter: codes as they are, else the compute dtype if FSDP gathers
-    it, and as stored otherwise."""
+    """Yield the form in which a forward sees each parameter: codes unchanged, else the compute dtype if FSDP gathers
+    it, else the stored dtype."""
     stored = torch.promote_types(seen.compute, torch.float32)
     for unit in stage.units:
         wrapped = seen.memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
@@ -204,7 +205,7 @@ def _add_grid(model: Decoder, name: str, param: Param, stored: Tensor, form: tor
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     assert isinstance(module, Quantisable), "codes belong to a module with scales"
-    # tp cuts columns of codes in whole blocks, so their share of the row is that of its bytes.
+    # tp cuts columns of codes in whole blocks, so columns and bytes of a row have the same share.
     columns = param.matrix[1] * stored.shape[1] // form.row_bytes(param.matrix[1])
     rows = torch.empty(len(stored), dtype=torch.int64, device="meta")
     scales = torch.empty(1, 1 if form.scale is not None else columns, device="meta")

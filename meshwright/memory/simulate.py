@@ -5,7 +5,7 @@ torch's own trackers do (`torch.distributed._tools.fsdp2_mem_tracker`). Closed f
 (arXiv:2205.05198, equation 1) hold for one architecture and go stale with each kernel. The simulation needs no formula
 for a new model family.
 
-Layers of one kind hold equal amounts of memory. So three layers of each kind run, and stand for the rest.
+Layers of one kind hold equal amounts of memory. So three layers of each kind run, and represent the rest.
 
 In the first backward of a step, gradients appear while activations are freed. From the second micro-batch on, all
 gradients exist before backward starts. The simulation computes both peaks, and reports the larger.
@@ -105,7 +105,7 @@ class Activations:
     kept: int  # bytes kept from forward to backward, without gathered parameters
     forward: Peak  # while forward runs
     backward: Peak  # while backward runs, including `kept`, without gradients
-    first: Peak  # while the first backward of a step runs, with the gradients that it has made by then
+    first: Peak  # while the first backward of a step runs, with the gradients made so far
     stays: int = 0  # bytes of gathered parameters that are not freed after forward
     grads: int = 0  # bytes of all gradients
 
@@ -113,7 +113,7 @@ class Activations:
 class Live(MetaKernels):
     """A dispatch mode that counts live bytes: each new storage from its allocation until it is garbage-collected.
 
-    Keyed by storage, not by tensor: views share their memory.
+    The key is the storage, not the tensor, because views share memory.
     """
 
     def __init__(self, existing: Sequence[Tensor]) -> None:
@@ -164,11 +164,11 @@ class Live(MetaKernels):
 
     @property
     def passing(self) -> int:
-        """Return the bytes of live tensors alone."""
+        """Return the bytes of live tensors only."""
         return self.now - self.parts.total()
 
     def pop_peak(self) -> Peak:
-        """Return the peak since the last call, and start anew."""
+        """Return the peak since the last call, and reset it."""
         most, self.most = self.most, Peak()
         self._add(0)
         return most
@@ -203,7 +203,7 @@ def _activations(
 def _grads(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> dict[str, int]:
     """Return the bytes of each parameter's gradient on this rank's device.
 
-    With offload FSDP moves gradients to the host. Those of float32 parameters stay, because FSDP ignores them.
+    With offload FSDP moves gradients to the host. Gradients of float32 parameters stay, because FSDP ignores these.
     """
     width = torch.promote_types(work.compute, torch.float32).itemsize
     trained = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
@@ -285,7 +285,7 @@ def most_held(
     for action in (action for action in program if isinstance(action, Action)):
         stage_activations = by_stage[action.stage]
         if action.kind == FORWARD:
-            kept = stage_activations.kept if action.stage >= first else 0  # no backward, nothing kept
+            kept = stage_activations.kept if action.stage >= first else 0  # without a backward nothing is kept
             now_held, held_bytes = stage_activations.forward.plus(held_bytes), held_bytes + kept
         elif action.kind == WEIGHT:
             held_bytes -= stage_activations.kept
@@ -318,7 +318,7 @@ class _Trial:
         *, carried: bool,
     ) -> None:  # fmt: skip
         self.model, self.axes, self.compute, self.skipped, self.grads = model, axes, compute, skipped, grads
-        self.carried = carried  # whether the stage before needs a gradient
+        self.carried = carried  # whether the previous stage needs a gradient
         self.live = Live([*model.parameters()])
         self.layer_bytes: list[int] = []  # live bytes at the start of each layer, and after the last
         self.kept = 0  # bytes that skipped layers keep for backward
@@ -350,8 +350,8 @@ class _Trial:
         """Place the frees and the gradients of skipped layers in the first backward.
 
         In the first backward a layer frees its activations and gets its gradients. How many skipped layers have done so
-        before a given layer runs is unknown. So the worst split is used: it places as many of them before the layers
-        that run as make gradients minus freed activations largest, and the rest after.
+        before a given layer runs is unknown. So the worst split is used. It places as many skipped layers before the
+        layers that run as make gradients minus freed activations largest, and the rest after.
         """
         # A difference can be negative: RoPE tables are freed after the last layer.
         kept = (max(0, after - before) for before, after in pairwise(self.layer_bytes))
@@ -379,7 +379,7 @@ class _Trial:
             module.register_forward_pre_hook(lambda _, given: self._on_layer(given[0]))
 
     def _on_layer(self, x_TD: Tensor) -> None:
-        """Note the live bytes where a layer begins."""
+        """Record the live bytes where a layer begins."""
         number = len(self.layer_bytes)
         self.layer_bytes.append(self.live.passing)
         if x_TD.requires_grad:

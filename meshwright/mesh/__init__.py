@@ -1,7 +1,7 @@
 """The device mesh of a run: its device, its process groups, and small collectives between all ranks.
 
-Nothing else makes process groups or knows a device by its name. A collective over axes of size 1 does nothing, so the
-same code serves one rank and many.
+No other package makes process groups or names a device. A collective over axes of size 1 does nothing, so the same code
+serves one rank and many.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Mesh:
 
     >>> mesh = Mesh(fsdp=2, tp=2)          # under `torchrun --nproc-per-node 4`   # doctest: +SKIP
 
-    A process group that the program has made is taken. `ranks`: those of its ranks that form the mesh, by default all.
-    Then only they make the mesh, and everything that follows is among them. `mesh.rank` counts from 0 within the mesh;
-    `mesh.ranks[rank]` is the global rank of each.
+    If the program has already made a process group, the mesh uses it. `ranks`: the ranks of that group that form the
+    mesh, by default all. Only these ranks make the mesh, and all that follows is among them. `mesh.rank` counts from 0
+    within the mesh; `mesh.ranks[rank]` is the global rank.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Mesh:
         join(self.device, self.timeout, self.ranks, eager=self.axes.pp == 1)
         self.rank = self.ranks.index(dist.get_rank())
         self.coords = self.axes.coords(self.rank)
-        # If an error interrupts a pipeline pass: its reason, and its pending transfers. Those must stay referenced:
-        # destroying them would break the very connections over which ranks report the error.
+        # The reason and the pending transfers of a pipeline pass that an error has interrupted. The transfers must stay
+        # referenced: destroying them would break the connections over which ranks report the error.
         self.cut_off = ""
         self.under_way: object = None
         self._refuse_another()
 
     @names_lost_ranks()
     def _refuse_another(self) -> None:
-        """Refuse meshes that differ between ranks, which would wait for one another in groups that never form."""
+        """Refuse meshes that differ between ranks: they would wait for each other in groups that never form."""
         own_mesh = f"{self.axes} on {self.device.type}"
         all_meshes = self.gather_objects((own_mesh, self.memory.device_bytes), DENSE)
         self.least_bytes = min(num_bytes for _, num_bytes in all_meshes)  # the smallest device memory of all ranks
@@ -96,7 +96,7 @@ class Mesh:
         return self._device_mesh(("replicate", "efsdp"), ("replicate", "shard"))
 
     def _device_mesh(self, axes: tuple[str, ...], names: tuple[str, str]) -> DeviceMesh:
-        """Return this rank's mesh over `axes`: `[replicate, all others]`, or one-dimensional without replicas."""
+        """Return this rank's mesh over `axes`: `[replicate, all other axes]`, or one-dimensional without replicas."""
         group = self.axes.group(self.rank, axes)
         ranks = torch.tensor([self.ranks[rank] for rank in group]).view(self.axes.replicate, -1)
         shard = self.process_group(axes[1:])
@@ -108,7 +108,7 @@ class Mesh:
     def process_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one only on `axes`.
 
-        Axes that partition the ranks in the same way share a group. Making one is collective over all ranks, so all
+        Axes that partition the ranks in the same way share a group. Making a group is collective over all ranks, so all
         must call this with the same axes in the same order. The cache is therefore keyed by the partition, which is
         equal on all ranks, and not by this rank's own group.
         """
@@ -120,7 +120,7 @@ class Mesh:
         return self._group_over[axes]
 
     def host_groups(self, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
-        """Return groups between the hosts of `axes` (gloo), one for each round of `rounds`, to exchange small numbers.
+        """Return gloo groups between the hosts of `axes`, one for each round of `rounds`, to exchange small numbers.
 
         All ranks or none must call it, as for `process_group`.
         """
@@ -135,7 +135,7 @@ class Mesh:
         return self._hosts_over[axes]
 
     def host_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return one group between the hosts of `axes` (gloo): for a framework that wants to use it alone.
+        """Return a single gloo group between the hosts of `axes`, for a framework that needs one process group.
 
         It opens a connection for each pair of ranks, which `host_groups` avoids. All ranks or none must call it.
         """
@@ -147,11 +147,11 @@ class Mesh:
         return self._hosts_of[parts]
 
     def _make(self, parts: Iterable[tuple[int, ...]], at: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Make the groups of a partition: every rank makes every group, in the same order; return this rank's.
+        """Make the groups of a partition, and return this rank's. Every rank makes every group, in the same order.
 
-        The default group belongs to the user. His collectives in another thread (torch's async checkpoint has some)
-        would meet ours in another order on each rank. On a part of its ranks each group is made by its members alone,
-        and for the device of the mesh: the default group may be one of hosts.
+        The default group belongs to the user. The user's collectives in another thread (torch's async checkpoint has
+        some) would interleave with ours in a different order on each rank. If the mesh has only some of its ranks, only
+        the members make each group, and for the device of the mesh, because the default group may be one of hosts.
         """
         if is_part(self.ranks):
             members = next([self.ranks[rank] for rank in ranks] for ranks in parts if self.rank in ranks)
@@ -183,7 +183,7 @@ class Mesh:
         return {}
 
     def name_of(self, axes: tuple[str, ...]) -> str:
-        """Return the name by which functional collectives know a group."""
+        """Return the name of a group for functional collectives."""
         return self.process_group(axes).group_name
 
     def size_of(self, axes: tuple[str, ...]) -> int:
@@ -250,8 +250,8 @@ class Mesh:
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
         """All-gather a pickled object from every rank of `axes`, between hosts. Slow: for setup and for errors.
 
-        Devices take no part: after a CUDA error or without memory a device could not even carry the reason to the
-        other ranks, and all would wait for the timeout.
+        Devices take no part: after a CUDA error or out of memory, a device could not send the reason to the other
+        ranks, and all would wait for the timeout.
         """
         objects = [x]
         groups = self.host_groups(axes) if self.size_of(axes) > 1 else []
@@ -263,17 +263,15 @@ class Mesh:
         return objects
 
     def store(self, prefix: str) -> Store:
-        """Return a key-value store that all ranks can read and write without a collective, on a connection of
-        its own.
-        """
+        """Return a key-value store, on its own connection, that all ranks can use without a collective."""
         store = own_store(self.ranks)
         return PrefixStore(prefix, store.clone() if dist.get_world_size() > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
     def broadcast_object(self, x: Any) -> Any:
-        """Broadcast rank 0's object, pickled, between hosts. What the others pass is ignored.
+        """Broadcast rank 0's object, pickled, between hosts. The arguments of other ranks are ignored.
 
-        The groups of a round are the lines of a grid along one dim, and rank 0 is the grid's origin. So after each
-        round the object has spread along one dim more, always from the first rank of a line.
+        The groups of a round are the lines of a grid along one dim, and rank 0 is the grid's origin. So each round
+        spreads the object along one more dim, always from the first rank of a line.
         """
         objects = [x]
         groups = self.host_groups(DENSE) if self.axes.world > 1 else []
@@ -291,13 +289,13 @@ class Mesh:
         return x
 
     def send(self, x: Tensor, rank: int, at: str) -> None:
-        """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
+        """Send `x` to a rank, which must receive it. Return when `x` may be overwritten."""
         with waiting_at(at):
             dist.send(x, group=self.process_group(DENSE), group_dst=rank)
             self.synchronize()
 
     def receive(self, x: Tensor, rank: int, at: str) -> Tensor:
-        """Fill `x` with what that rank sends."""
+        """Fill `x` with the tensor that a rank sends."""
         with waiting_at(at):
             dist.recv(x, group=self.process_group(DENSE), group_src=rank)
         return x
@@ -308,9 +306,9 @@ class Mesh:
     ) -> Tensor:  # fmt: skip
         """Raise on every rank if any rank failed, so that none waits for one that has given up.
 
-        The rank that failed raises its `failure`, the others an error that names that rank and its reason. Otherwise
-        return the `numbers` of all ranks, a row for each, on the host. `error`: the class that the other ranks raise,
-        RankError by default. `axes`: among which ranks, by default all.
+        The rank that failed raises its `failure`; all others raise an error that names that rank and its reason.
+        Otherwise return the `numbers` of all ranks on the host, a row per rank. `error`: the class that the other ranks
+        raise, RankError by default. `axes`: the ranks that take part, by default all.
         """
         axes = DENSE if axes is None else axes
         rows = self.all_gather_on_hosts((float(failure is not None), *numbers), axes, at)
@@ -323,7 +321,7 @@ class Mesh:
         return rows[:, 1:]
 
     def together(self, act: Callable[[], Made], at: str, error: type[MeshwrightError], what: str) -> Made:
-        """Run what each rank does alone. If it fails on any rank, all raise `error`, as in `all_or_none`.
+        """Run `act` on each rank. If it fails on any rank, all raise `error`, as in `all_or_none`.
 
         `what` begins the message of the rank that failed: "nothing was loaded: " and the reason.
         """
@@ -340,7 +338,7 @@ class Mesh:
             torch.get_device_module(self.device).synchronize()
 
     def token_range(self, num_tokens: int) -> tuple[int, int]:
-        """Return which tokens of its data rank's stream this rank works on: a contiguous part, ordered by (cp, tp)."""
+        """Return the range of tokens in the data rank's stream that this rank works on, ordered by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)
         at = self.coords["cp"] * self.axes.tp + self.coords["tp"]
         return at * share, (at + 1) * share
@@ -356,7 +354,7 @@ class Mesh:
 
     @property
     def global_node(self) -> range:
-        """Return the global ranks of all processes of this rank's machine, also of those outside of the mesh."""
+        """Return the global ranks of all processes of this rank's machine, including those outside the mesh."""
         running = dist.get_world_size()
         size = from_torchrun("LOCAL_WORLD_SIZE", running)
         if running % size:
@@ -375,8 +373,8 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return which of `num_data_ranks` streams this rank reads: the same for ranks that differ only in cp,
-        tp, pp.
+        """Return the index of the stream that this rank reads, of `num_data_ranks`. Ranks that differ only in cp, tp or
+        pp read the same stream.
         """
         return self.axes.data_rank(self.rank)
 

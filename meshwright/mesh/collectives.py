@@ -1,7 +1,7 @@
 """Differentiable collectives (all-gather, reduce-scatter, all-to-all) for doors, with the backward of each.
 
-They are torch's functional collectives, because compilers, selective checkpointing and the recorder of `verify` see
-those. Splits act on dim 0, which is always the tokens. `at` is the name of the door, for errors about lost ranks.
+They are torch's functional collectives, because compilers, selective checkpointing and the recorder of `verify` can see
+them. Splits act on dim 0, which is always the tokens. `at` is the name of the door, for errors about lost ranks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def broadcast_each_(parts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup, at: str) -> None:
-    """Broadcast tensors in place, each from the rank that is given with it, all at once. All ranks give the same.
+    """Broadcast tensors in place, all at once, each from the rank given with it. All ranks pass the same ranks.
 
-    They travel as bytes, since gloo knows no float8.
+    They are sent as bytes, since gloo does not support float8.
     """
     with waiting_at(at):
         sent = [dist.broadcast(x.view(torch.uint8), rank, group=group, async_op=True) for x, rank in parts]
@@ -62,7 +62,7 @@ def start_all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> 
 class AllGather(Function):
     """All-gather own tokens -> tokens of the group.
 
-    Backward: reduce-scatter, since every rank has a gradient for them.
+    Backward: reduce-scatter, since every rank has a gradient for all tokens of the group.
     """
 
     @staticmethod
@@ -108,7 +108,7 @@ class AllToAll(Function):
 
 
 class AsyncAllToAll:
-    """An asynchronous all-to-all: begun in one place, ended where its rows are needed.
+    """An asynchronous all-to-all: it begins in one place, and ends where its rows are needed.
 
     It overlaps what runs in between. Backward mirrors it: it begins where forward ended, and ends where forward began,
     overlapping the gradients of what ran in between. A stream-level `wait_tensor` in the middle would serialise both.
@@ -119,7 +119,7 @@ class AsyncAllToAll:
         self.gradient: Tensor | None = None  # in flight, between the backwards of `end` and `begin`
 
     def begin(self, x: Tensor) -> Tensor:
-        """Start it. The result is only good for `end`."""
+        """Start the all-to-all. The result must only be passed to `end`."""
         pending: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
         return pending
 
@@ -156,7 +156,7 @@ class _End(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         """Start the all-to-all of gradients and hand it to `_Begin.backward` through the `AsyncAllToAll`.
 
-        It has other rows than `pending` of forward, and autograd rejects a gradient of another shape.
+        Its rows differ from those of `pending` in forward, and autograd rejects a gradient of another shape.
         """
         transfer = ctx.transfer
         with waiting_at(transfer.at, "backward"):

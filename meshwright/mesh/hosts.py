@@ -1,9 +1,9 @@
 """Group the hosts of accelerators into rounds of small gloo groups, to exchange a few numbers off the device.
 
-Ranks agree before each step. Over NCCL the host would wait until the device has finished what is queued; so hosts have
-groups of their own, over TCP. One flat group of thousands would open a connection for each pair, and its ring would
-pass every row on as many times as there are ranks. In rounds among few, a rank of 1,024 has 62 connections and 62
-forwards.
+Ranks agree before each step. Over NCCL the host would wait until the device has finished all queued work; so hosts have
+separate groups, over TCP. One flat group of thousands would open a connection for each pair, and its ring would pass
+every row on as many times as there are ranks. With rounds in small groups, each of 1,024 ranks has 62 connections and
+62 forwards.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST = 32  # the largest group of hosts, unless the number of ranks has no such 
 def rounds(groups: Sequence[Sequence[int]], most: int = MOST) -> list[tuple[tuple[int, ...], ...]]:
     """Return for each round its groups of all ranks.
 
-    A rank that all-gathers in the first, then in the second what it has by then, and so on, ends with the values of its
-    whole group in order. `groups` form a grid of factors; a round gathers along one dim of it.
+    A rank all-gathers in the first round, then all-gathers the result in the second, and so on. It ends with the values
+    of its whole group in order. `groups` form a grid of factors; a round gathers along one dim of it.
     """
     sizes = _sizes(len(groups[0]), most)
     grid = torch.tensor([list(group) for group in groups], device="cpu").view(-1, *sizes)
@@ -31,7 +31,7 @@ def rounds(groups: Sequence[Sequence[int]], most: int = MOST) -> list[tuple[tupl
 
 
 def _sizes(num: int, most: int) -> list[int]:
-    """Factorise `num` into factors of at most `most`, as far as there are some."""
+    """Factorise `num` into factors of at most `most`, as far as possible."""
     sizes = []
     while num > 1:
         sizes.append(max((size for size in range(2, most + 1) if num % size == 0), default=num))

@@ -1,4 +1,5 @@
-"""Join the process group of a run: the device of this rank, what torchrun says, the heartbeat, and the orderly end."""
+"""Join the process group of a run: the device of this rank, torchrun's environment, the heartbeat, and the orderly
+end."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def device_of(wanted: str | torch.device | None) -> torch.device:
 
 
 def from_torchrun(name: str, alone: int, least: int = 1) -> int:
-    """Return a number that torchrun left in the environment; `alone` without torchrun."""
+    """Return a number that torchrun has set in the environment; `alone` without torchrun."""
     text = os.environ.get(name, str(alone))
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if name == "WORLD_SIZE" and name in os.environ and missing:
@@ -52,7 +53,7 @@ def from_torchrun(name: str, alone: int, least: int = 1) -> int:
     return int(text)
 
 
-# Settings of torch's flight recorder, each under its current and its older name; what the user has set stays.
+# Settings of torch's flight recorder, each under its current and its older name; the user's values stay.
 RECORDER = {
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
     ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
@@ -63,7 +64,8 @@ RECORDER = {
 
 
 def record(device: torch.device) -> str:
-    """Turn on torch's flight recorder; return the sentence that says where its dump is once a collective fails."""
+    """Turn on torch's flight recorder; return a sentence that tells where its dump will be after a failed
+    collective."""
     if device.type == "cpu":
         return ""
     *_, path = [_set_unless_known(names, value) for names, value in RECORDER.items()]
@@ -82,10 +84,10 @@ def _set_unless_known(names: tuple[str, ...], value: str) -> str:
 def join(device: torch.device, timeout: datetime.timedelta, ranks: tuple[int, ...], eager: bool) -> None:
     """Join or start the process group, and start the heartbeat of this rank. `ranks`: the global ranks of the mesh.
 
-    `eager`: make NCCL's communicators at once, each split off the first. Otherwise a communicator is made by its first
-    collective, inside of that one's timeout. Not for pipelines: where communicators are eager, torch queues all
-    transfers of a rank on one stream, the sends to one neighbour behind the receives from the other, and stages that
-    send both ways could wait for each other for ever. Lazy communicators have a stream for each pair of ranks.
+    `eager`: make NCCL's communicators at once, each split off the first. Otherwise its first collective makes a
+    communicator, within that collective's timeout. Pipelines must not be eager: torch then queues all transfers of a
+    rank on one stream, the sends to one neighbour behind the receives from the other, and stages that send both ways
+    could wait for each other forever. Lazy communicators have a stream for each pair of ranks.
     """
     recorder_note = record(device)
     if device.type == "cuda":
@@ -111,13 +113,13 @@ def join(device: torch.device, timeout: datetime.timedelta, ranks: tuple[int, ..
         if is_part(ranks):
             agree(ranks, timeout)
         position.watch = Watch(own_store(ranks), dist.get_rank(), ranks, timeout.total_seconds(), recorder_note)
-        # Registered later than `leave`, so it runs before, and the store still answers.
+        # Registered after `leave`, so it runs before it, while the store still answers.
         atexit.register(position.watch.leave)
 
 
 def refuse_gloo_on(device: torch.device) -> None:
-    """Refuse a process group of the caller's that would hand a device's memory to gloo: FSDP2 then ends in a
-    segmentation fault (pytorch#132471).
+    """Refuse a user's process group that would pass device memory to gloo: FSDP2 then ends in a segmentation fault
+    (pytorch#132471).
     """
     backends = dist.get_backend_config()
     if device.type == "cuda" and "cuda:nccl" not in backends:

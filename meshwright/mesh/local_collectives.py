@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter for CPU ranks of one machine, in a third to two thirds of gloo's time.
+"""All-gather and reduce-scatter between CPU ranks of one machine, in a third to two thirds of gloo's time.
 
 gloo gathers into a buffer and copies from it, and implements reduce-scatter as a full reduction on every rank. These
-two send parts from where they are and receive the others' where they belong. Both are registered as torch ops, so that
-the recorder of `verify` counts one collective and not the sends that it is made of.
+two send parts from their place in memory, and receive parts of other ranks directly into place. Both are registered as
+torch ops, so that the recorder of `verify` counts one collective and not its sends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LIBRARY.define("reduce_scatter(Tensor(a!) out, Tensor summands, str group) -> (
 
 _PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # elements of each rank that are received at once
 
-# How many collectives each group has run: their tags. Ranks that have diverged then time out waiting for each other,
-# instead of taking one's gradients for the other's weights.
+# The number of collectives that each group has run serves as their tag. Ranks that have diverged then time out, instead
+# of mistaking one rank's gradients for another's weights.
 _TURNS: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
-# gloo aborts when a pending transfer is garbage-collected. So those that an error interrupted stay referenced.
+# gloo aborts when a pending transfer is garbage-collected. So transfers that an error has interrupted stay referenced.
 _INTERRUPTED: list[Any] = []
 
 
@@ -61,7 +61,7 @@ def _all_gather(out: Tensor, own_rows: Tensor, name: str) -> None:
     own_slot = slots[group.rank()]
     if own_slot.data_ptr() != own_rows.data_ptr():
         own_slot.copy_(own_rows)
-    # A rank that is interrupted in between would receive the rest in place of the next transfer.
+    # A rank that is interrupted in between would receive the rest as its next transfer.
     with deferred_signal(signal.SIGINT):
         _swap([own_slot] * len(slots), slots, group, _tag(group, "gather"))
 
@@ -82,7 +82,7 @@ def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
 
 
 def _swap(sent: Sequence[Tensor], got: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
-    """Send each other rank its part, and receive what it has for this one."""
+    """Send each other rank its part, and receive the part that it has for this rank."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     pending: list[Any] = []
     try:

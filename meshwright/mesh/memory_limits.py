@@ -1,4 +1,4 @@
-"""Memory limits of a rank: of its device, and of its machine or container. How its device allocates and compiles."""
+"""Memory limits of a rank's device, and of its machine or container; allocator settings; whether Inductor works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMITS = (
 )  # cgroup v2 and v1: limits of a container
 
 
-# What torch's allocator reads: the first, or else the second, which is deprecated, or the third for ROCm.
+# Variables that torch's allocator reads: the first, else the deprecated second, or the third for ROCm.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -40,10 +40,10 @@ def memory_of(device: torch.device, local_ranks: int) -> Memory:
 
 
 def expand_segments(environment: MutableMapping[str, str]) -> None:
-    """Let torch's allocator on a GPU grow its segments, unless the user has set options for it.
+    """Let torch's allocator on a GPU expand its segments, unless the user has set its options.
 
-    Experts get other numbers of rows in every step, which fragments segments of fixed sizes. The allocator reads its
-    options once: where the loop of a user has begun with CUDA, it is too late.
+    Experts get different numbers of rows in every step, which fragments segments of fixed sizes. The allocator reads
+    its options once: after the user's program has initialised CUDA, it is too late.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized() and environment.keys().isdisjoint(_ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"

@@ -1,7 +1,7 @@
-"""A mesh on some ranks of a larger process group: which ranks, that all of them agree, and a store of their own.
+"""Make a mesh on some ranks of a larger process group: check the ranks, let them agree, and give them a store.
 
-A mesh numbers its ranks from 0. Only what crosses to `torch.distributed` speaks of global ranks: those of the default
-process group, in which other processes run other code, such as rollouts. So the ranks of a mesh never wait for them.
+A mesh numbers its ranks from 0. Only calls of `torch.distributed` use global ranks, those of the default process group.
+Its other processes run other code, such as rollouts, and the ranks of a mesh never wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIT = "choose ranks or sizes that fit"
 def global_ranks(axes: Axes, ranks: Sequence[int] | None, running: int) -> tuple[int, ...]:
     """Return the global rank of each rank of the mesh. Refuse ranks that no mesh can have, before anything is joined.
 
-    `running`: the number of processes. Every process checks by itself, so a wrong call fails at once where it is made.
+    `running`: the number of processes. Every process checks its own call, so a wrong call fails at once.
     """
     if ranks is None:
         _refuse_other_size(axes, running)
@@ -86,9 +86,9 @@ def _checked(ranks: object, running: int) -> tuple[int, ...]:
 
 
 def _refuse_second(ranks: tuple[int, ...]) -> None:
-    """Refuse a process in meshes of different ranks: an error could not say which of them it concerns.
+    """Refuse a process in meshes of different ranks: an error could not tell which mesh it concerns.
 
-    A mesh of one rank has no rank to lose, so every process may have some.
+    A mesh of one rank cannot lose another rank, so every process may also have such meshes.
     """
     if len(ranks) > 1 and position.watch is not None and tuple(position.watch.ranks) != ranks:
         raise MeshError(
@@ -102,7 +102,7 @@ def _said(ranks: Sequence[int]) -> str:
 
 
 def is_part(ranks: Sequence[int]) -> bool:
-    """Return whether other ranks than these run."""
+    """Return whether processes outside of these ranks run."""
     return len(ranks) < dist.get_world_size()
 
 
@@ -112,16 +112,17 @@ def own_store(ranks: Sequence[int]) -> Store:
     return PrefixStore(f"mesh {spans(ranks)}", store) if is_part(ranks) else store
 
 
-# How many groups of the same global ranks this process has made: all members have made equally many.
+# The number of groups of the same global ranks that this process has made; it is equal on all members.
 _MADE: Counter[tuple[int, ...]] = Counter()
 
 
 def new_group(members: Sequence[int], timeout: datetime.timedelta, backend: str) -> dist.ProcessGroup:
-    """Make a process group by its members alone, as `dist.new_group(use_local_synchronization=True)` means to.
+    """Make a process group that only its members take part in making, like
+    `dist.new_group(use_local_synchronization=True)`.
 
-    That names the group by how many groups its process knows. A trainer that also shares a group with a rollout then
-    waits under another name than the other trainers, until the timeout (pytorch#173608). So the name is ours, and the
-    group is made by torch's inner function, as AReaL makes its group for weight updates.
+    torch names that group by the number of groups that the process knows. A trainer that also shares a group with a
+    rollout then waits under a different name than the other trainers, until the timeout (pytorch#173608). So this
+    function sets the name, and calls torch's inner function, as AReaL does for its weight updates.
     """
     key, c10d = tuple(members), dist.distributed_c10d
     name, _MADE[key] = f"meshwright/{spans(key)}/{_MADE[key]}", _MADE[key] + 1
@@ -136,7 +137,7 @@ def new_group(members: Sequence[int], timeout: datetime.timedelta, backend: str)
 def refuse_eager(device: torch.device) -> None:
     """Refuse a default group whose NCCL communicator is split for each new group.
 
-    ncclCommSplit is collective over all ranks of the default group, and those outside of the mesh never call it.
+    ncclCommSplit is collective over all ranks of the default group, and ranks outside the mesh never call it.
     """
     bound = dist.distributed_c10d._get_default_group().bound_device_id
     if device.type != "cpu" and bound is not None:
@@ -148,9 +149,10 @@ def refuse_eager(device: torch.device) -> None:
 
 
 def agree(ranks: tuple[int, ...], timeout: datetime.timedelta) -> None:
-    """Wait until every rank of a mesh has named the same ranks; raise if one names others, or none within the timeout.
+    """Wait until every rank of a mesh has named the same ranks; raise if one names different ranks, or none within the
+    timeout.
 
-    Through the store: ranks that disagree can have no group in which they could tell each other.
+    They agree through the store, because ranks that disagree cannot form a group.
     """
     store = PrefixStore("ranks of meshes", dist.distributed_c10d._get_default_store())
     store.set(str(dist.get_rank()), spans(ranks))

@@ -1,8 +1,8 @@
-"""Several NCCL ranks on one GPU, to try a mesh on fewer GPUs than it has ranks. Slow: their kernels take turns.
+"""Let several NCCL ranks share a GPU, to try a mesh with more ranks than GPUs. It is slow: their kernels take turns.
 
 NCCL refuses two ranks on one GPU of one host, and compares hosts first (2.28.9: src/init.cc:903). `NCCL_HOSTID`
-replaces the name of the host. A rank that names a host of its own is thus taken for one of another machine, and reached
-over sockets. From NCCL 2.30 on a variable permits the sharing.
+replaces the name of the host. If each rank names a different host, NCCL takes it for a rank of another machine, and
+reaches it over sockets. From NCCL 2.30 on, a variable permits sharing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 
 import torch
 
-# Sockets only, and as few of the GPU's multiprocessors as possible: ranks that wait for each other share them.
+# Use only sockets, and as few of the GPU's multiprocessors as possible, since ranks that wait for each other share
+# them.
 _SOCKETS_ONLY = {
     "NCCL_IB_DISABLE": "1", "NCCL_NET_PLUGIN": "none", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_CTAS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -19,14 +20,14 @@ _SOCKETS_ONLY = {
 
 
 def can_be_shared(device: torch.device) -> bool:
-    """Return whether several ranks may use one device of this kind: only NCCL has a way."""
+    """Return whether several ranks may use one device of this kind, which only NCCL allows."""
     return device.type == "cuda"
 
 
 def environment_of(rank: int, ranks_per_device: int) -> dict[str, str]:
     """Return the environment variables of a rank that shares its device, to be set before it makes a mesh.
 
-    Consecutive ranks share a device. What the user has set stays, but for what tells the ranks apart.
+    Consecutive ranks share a device. Variables of the user stay, except those that tell the ranks apart.
     """
     if ranks_per_device == 1:
         return {}

@@ -19,10 +19,10 @@ from .kernels import NARROW, SLOW, accepts, fastest, uncompiled
 from .matmul import matmul_dtype
 from .meta_kernels import kind_of
 
-# The kernel for one document is compiled for each length that occurs, in half a second. So it is used only for lengths
-# that are multiples of this: there are few of them, and a user who pads or truncates gets nothing else.
+# The kernel for one document is compiled for each length, which takes half a second. So it serves only multiples of
+# this length: there are few of them, and padded or truncated data has no other lengths.
 _LENGTH_STEP = 256
-# Multiply-adds of queries with keys in a document from which one call each is faster: 4096 tokens, 8 heads of 128.
+# One call per document is faster from this mean number of multiply-adds (q . k): 4096 tokens, 8 heads of 128.
 _LONG_MACS = 1 << 34
 
 
@@ -76,7 +76,7 @@ def _prefers_one_call_each(q_THK: Tensor, docs: Documents) -> bool:
     """Return whether one call per document is faster on a GPU than one varlen call for all of them.
 
     torch's kernel for one dense sequence has the highest throughput, but each call costs a launch. It pays off once the
-    mean document is long. Documents of one length are sequences of one call.
+    mean document is long. Documents of equal length share one call, as a batch.
     """
     if kind_of(q_THK.device) == "cpu" or not docs.lengths or any(length % _LENGTH_STEP for length in docs.lengths):
         return False
@@ -93,9 +93,9 @@ def _last_queries(noise: list[Tensor]) -> list[Tensor]:
 def _varlen_last_queries(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
     """Attend with the queries of the last tokens only.
 
-    It is tried by itself, apart from `_varlen`: kernels differ in how they align a causal mask when there are fewer
-    queries than keys. FlashAttention 2.1 aligns it bottom right, as needed; before, it was top left, where the
-    first query sees only the first key.
+    It has a trial of its own, apart from `_varlen`: kernels differ in how they align a causal mask when there are fewer
+    queries than keys. FlashAttention 2.1 aligns it bottom right, as needed; before, it was top left, where the first
+    query sees only the first key.
     """
     return _varlen(q_THK, k_TGK, v_TGK, docs)
 
@@ -111,15 +111,15 @@ def _bidirectional(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents)
 def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
     """Call torch's varlen kernel, which takes all documents at once.
 
-    Queries are the last tokens of the stream and cover at least the last document: `queries` are the bounds of `keys`,
-    shifted left by the keys that have no query.
+    Queries are the last tokens of the stream and cover at least the last document. Their bounds are those of the keys,
+    shifted left by the number of keys without a query.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     keys, missing = docs.cu_seqlens[: len(docs.bounds)], len(k_TGK) - len(q_THK)
     queries = (keys - missing).clamp(min=0) if missing else keys
     longest = max(docs.lengths, default=0)
-    # torch 2.11 has grouped queries without saying so
+    # torch 2.11 serves grouped queries without this argument
     gqa: dict[str, Any] = {"enable_gqa": True} if accepts(varlen_attn, "enable_gqa") else {}
     o_THK = varlen_attn(
         q_THK, k_TGK, v_TGK, queries, keys, longest, longest, window_size=(-1, 0 if causal else -1), **gqa
@@ -136,16 +136,16 @@ def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, c
     dtype, wide, missing = q_THK.dtype, matmul_dtype(q_THK), len(k_TGK) - len(q_THK)
     keys = docs.lengths or (0,)  # no documents: one empty call keeps q, k, v in the graph
     queries = [max(0, stop - missing) - max(0, start - missing) for start, stop in pairwise(docs.bounds)] or [0]
-    # split and not slices: its backward is one cat, that of a slice writes a whole stream of zeros a document
+    # split and not slices: its backward is one cat; each slice's would write a whole stream of zeros
     pieces = zip(*(x.to(wide).split(n) for x, n in ((q_THK, queries), (k_TGK, keys), (v_TGK, keys))), strict=True)
     outputs = [_one_document(q, k, v, causal) for q, k, v in pieces]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)  # of one, cat would make a copy
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)  # cat would copy a single one
 
 
 def _equal_documents(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
     """Call `scaled_dot_product_attention` once for documents of one length: a batch, which is a view of the stream.
 
-    No piece of the stream is copied to be joined with others, forward or backward.
+    Nothing is copied to join outputs or gradients, in forward or backward.
     """
     q_THK, k_TGK, v_TGK = _with_heads_of_torch(q_THK, k_TGK, v_TGK)
     if q_THK.device.type == "meta":
@@ -158,7 +158,8 @@ def _equal_documents(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Document
 def _with_heads_of_torch(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Repeat the kv heads in float32 on a GPU.
 
-    No fused kernel of torch accepts grouped ones there, and its math kernel would materialise the scores [H, T, T].
+    No fused kernel of torch accepts grouped heads in float32 there, and its math kernel would materialise the scores
+    [H, T, T].
     """
     if q_THK.device.type in SLOW or q_THK.dtype in NARROW:
         return q_THK, k_TGK, v_TGK

@@ -1,7 +1,7 @@
-"""Sparse attention over chosen blocks (Qwen4-Exp's QSA): an indexer scores blocks of keys, and a query sees the best.
+"""Sparse attention over chosen blocks (Qwen4-Exp's QSA): an indexer scores key blocks, and a query sees the best.
 
-Blocks are r tokens of a document, counted from its beginning. A query may choose among the blocks that end at or before
-it; besides those chosen it sees the tokens behind the last whole block. Nothing forces its own block in.
+Each document is cut into blocks of r tokens from its beginning. A query may choose among the blocks that end at or
+before it; it also sees the tokens after the last whole block. Its own block is not forced in.
 
 Shapes: T tokens (of this part), S tokens of the stream, B blocks of the stream, b chosen ones; h heads of the indexer,
 d their dims; H query heads, G key heads, K their dims.
@@ -28,7 +28,7 @@ from .part_sizes import part_size
 
 NO_BLOCK = -1
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
-# Queries that are scored, or attend, at once: their scores are a row as long as the stream each.
+# Number of queries that are scored, or attend, at once: the scores of each are a row as long as the stream.
 QUERIES = part_size(__name__, "QUERIES", 1024, small=5)
 
 
@@ -40,7 +40,7 @@ class TokenBlocks(NamedTuple):
 
     size: int
     last_B: Tensor  # the last token of each
-    before_S: Tensor  # how many blocks lie in earlier documents than that of a token
+    before_S: Tensor  # how many blocks lie in documents before that of a token
     visible_S: Tensor  # how many blocks of its own document end at or before a token
 
 
@@ -111,13 +111,13 @@ class Choice(NamedTuple):
     first: int = 0
 
     def part(self, start: int, stop: int) -> Choice:
-        """Return the choice of some of the queries."""
+        """Return the choice of the queries from `start` to `stop`."""
         return self._replace(chosen_Tb=self.chosen_Tb[start:stop], first=self.first + start)
 
     @property
     def reach(self) -> tuple[int, int]:
         """Return the range of keys that any of the queries may see: from the beginning of the first one's document."""
-        if self.chosen_Tb.is_meta:  # a plan: of all parts of a stream the last one needs most
+        if self.chosen_Tb.is_meta:  # a plan: assume the last part of a stream, which needs most
             return 0, len(self.positions_S)
         return self.bounds[bisect_right(self.bounds, self.first) - 1], self.first + len(self.chosen_Tb)
 
@@ -139,10 +139,10 @@ class Choice(NamedTuple):
 def block_attention(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, choice: Choice) -> Tensor:
     """Attend to the keys that each query sees. -> o_THK
 
-    By kernels/block_attention.py where it agrees with the formula: it reads only the keys that a query sees. The
-    formula is dense: the scores of some queries with all keys from the beginning of their documents are computed at
-    once and masked, in forward and again in backward. Kept are q, k, v and the choices; by the kernel also o and its
-    logsumexp.
+    kernels/block_attention.py runs where it agrees with the formula, and reads only the keys that a query sees. The
+    formula is dense: for some queries at a time it computes and masks the scores of all keys from the beginning of
+    their documents, in forward and again in backward. Autograd keeps q, k, v and the choices; with the kernel also o
+    and its logsumexp.
     """
     o_THK: Tensor = _BlockAttention.apply(q_THK, k_SGK, v_SGK, choice)
     return o_THK

@@ -1,17 +1,18 @@
-"""Codings of frozen matrices: how a row is stored in 8 or in 4 bits, and which values its bytes mean.
+"""Quantisation formats of frozen weights (NF4, NVFP4, MXFP4, FP8): how a row is stored in 8 or 4 bits, and decoded.
 
 A row in 4 bits has its codes, two in a byte, then the scales of its blocks:
 
     [code code] ... | scale ...          value[j] = table[code[j]] * scale[j // block]
 
-So FSDP shards and all-gathers codes together with their scales, and each row can be decoded alone. NVFP4 also has one
-number for the whole matrix, by which its scales are divided; that is kept in a `Grid` (ops/fp8_storage.py).
+So FSDP shards and all-gathers codes together with their scales, and each row can be decoded alone. NVFP4 also divides
+its scales by one number per matrix, which a `Grid` keeps (ops/fp8_storage.py).
 
 - NF4 (QLoRA, arXiv:2305.14314; bitsandbytes): 16 quantiles of a normal distribution, blocks of 64, scales in float32.
 - NVFP4 (compressed-tensors): E2M1, blocks of 16, scales in E4M3.
 - MXFP4 (OCP MX, arXiv:2310.10537): E2M1, blocks of 32, scales are powers of two (E8M0).
 
-Each is decoded in float32 as its files mean it. There is no Triton kernel yet: a GPU runs the same torch formulas.
+Each is decoded in float32, as its file format defines. There is no Triton kernel yet: a GPU runs the same torch
+formulas.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class Coding:
-    """The form of a stored row. `scale`: the dtype of the scales in it; None: a byte a code, and all scales in a grid.
+    """The form of a stored row. `scale`: the dtype of the scales in it; None: one byte per code, and all scales in a
+    grid.
 
     `block`: the number of consecutive elements with one scale. `high_first`: whether the first of two codes has the
-    high bits of their byte. `divided`: whether scales are divided by a number of the matrix.
+    high bits of their byte. `divided`: whether scales are divided by one number per matrix.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Coding:
     def decode(self, rows: Tensor, columns: int, divisors: Tensor) -> Tensor:
         """Return the values of 4-bit rows `[R, bytes]` in float32. `divisors`: `[R, 1]`."""
         codes, stored = rows[:, : columns // 2], rows[:, columns // 2 :]
-        # A pair of float32 values as one 8-byte integer: one lookup a byte.
+        # A pair of float32 values as one 8-byte integer: one lookup per byte.
         pairs = _pairs(self, rows.device).index_select(0, codes.reshape(-1).int()).view(torch.float32)
         return (pairs.view(len(rows), -1, self.block) * (self._wide(stored) / divisors)[..., None]).flatten(1)
 
@@ -122,7 +124,7 @@ def _e4m3_scales(amax: Tensor, divisors: Tensor) -> Tensor:
 
 
 def _e8m0_scales(amax: Tensor) -> Tensor:
-    """Return 2^(floor(log2(amax)) - 2), as OCP MX has it: elements above 6 times that are saturated."""
+    """Return 2^(floor(log2(amax)) - 2), as OCP MX defines it: elements above 6 times this scale saturate."""
     _, exponent = torch.frexp(amax)  # amax = m * 2^exponent, with m from 0.5 to 1
     stored = torch.where(amax > 0, exponent - 3 + 127, 127).clamp(0, 254)
     return stored.to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -138,7 +140,7 @@ def wide(codes: Tensor) -> Tensor:
 
 def _pairs(coding: Coding, device: torch.device) -> Tensor:
     """Return the two values of each byte."""
-    # A meta tensor that stays would count as memory of whichever simulation was first.
+    # A cached meta tensor would count as memory of the first simulation that uses it.
     return torch.empty(256, dtype=torch.int64, device=device) if device.type == "meta" else _pairs_on(coding, device)
 
 
@@ -158,8 +160,8 @@ def _nf4_middles(device: torch.device) -> Tensor:
 
 @functools.cache
 def _e2m1_middles(device: torch.device) -> Tensor:
-    """Return the borders between codes. A value on one gets the even code: the next smaller float32 is a border where
-    that is the upper one."""
+    """Return the borders between codes. A value on a border gets the even code: where the upper code is even, the
+    border is the next smaller float32."""
     table = torch.tensor(_E2M1, dtype=torch.float32, device=device)
     middles = (table[1:] + table[:-1]) / 2
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))

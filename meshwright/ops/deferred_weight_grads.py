@@ -42,10 +42,10 @@ def is_deferring() -> bool:
 
 
 def deferred(weights: Sequence[Weight], gradients: Callable[[], Sequence[Tensor | None]]) -> bool:
-    """Defer the gradients of these weights, if deferring is on; tell whether it is.
+    """Defer the gradients of these weights if deferring is on; return whether it is.
 
-    `weights` must be the very tensors that forward received. Those that come out of `ctx.saved_tensors` may be copies
-    made by activation checkpointing, which lead to no parameter.
+    `weights` must be the very tensors that forward received. Tensors from `ctx.saved_tensors` may be copies made by
+    activation checkpointing, whose graph leads to no parameter.
     """
     if _jobs is None:
         return False

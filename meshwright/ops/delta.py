@@ -27,8 +27,8 @@ from .kernels import Op, fastest, uncompiled
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
-# Tokens solved for at once. Work within a chunk grows with its square and the number of sequential steps falls; 64 is
-# also what flash-linear-attention uses.
+# Tokens of a chunk, solved at once. A longer chunk needs fewer sequential steps, but work within it grows with the
+# square; flash-linear-attention uses 64 too.
 CHUNK = part_size(__name__, "CHUNK", 64, small=64)
 
 
@@ -119,8 +119,8 @@ def _of_document(x: Tensor, positions: Tensor, back: int) -> Tensor:
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the log decay g < 0 and the write strength beta in (0, 1) of each token, in at least float32.
 
-    g = -exp(A_log) softplus(a + dt_bias), as in Mamba 2. It stays a logarithm: exp(g) of many tokens underflows when it
-    is multiplied up, its sum does not.
+    g = -exp(A_log) softplus(a + dt_bias), as in Mamba 2. It stays a logarithm: a product of exp(g) over many tokens
+    underflows, the sum of g does not.
     """
     g = -upcast(A_log).exp() * F.softplus(upcast(a) + upcast(dt_bias))
     return g, upcast(b).sigmoid()
@@ -130,7 +130,8 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 def delta_rule(
     q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, gates: tuple[Tensor, Tensor], docs: Documents, states: Parts = WHOLE
 ) -> Tensor:
-    """Run the gated delta rule, each of G key heads serving R value heads, afresh for each document. -> o_TGRV
+    """Run the gated delta rule, from an empty state for each document; each of G key heads serves R value heads. ->
+    o_TGRV
 
     Token by token, with q and k normalised to unit length, q also scaled by K**-0.5, and the gates g and beta:
 
@@ -149,13 +150,13 @@ def delta_rule(
 
 
 def _fastest(inputs: Sequence[Tensor]) -> Op:
-    """Choose what runs a whole stream: our kernels, else flash-linear-attention's, else the formula."""
+    """Choose the implementation for a whole stream: our kernels, else flash-linear-attention's, else the formula."""
     op = fastest(_triton_delta_rule, chunked, inputs, _gated, planned=meta_kernels.delta_rule)
     return fastest(_fla, chunked, inputs, _gated) if op is chunked else op
 
 
 def _fastest_halves(inputs: Sequence[Tensor]) -> Any:
-    """Choose what runs a part of a stream: the module whose `state_map` and `from_state` do; None: the formula."""
+    """Choose the module whose `state_map` and `from_state` run a part of a stream; None: the formula."""
     op = fastest(_triton_delta_rule_in_parts, chunked, inputs, _gated, planned=meta_kernels.delta_rule)
     if op is meta_kernels.delta_rule:
         return meta_kernels
@@ -170,7 +171,7 @@ def _triton_module() -> Any:
 def _triton_delta_rule(
     q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
 ) -> Tensor:
-    """Run our own kernels. They are not made for an empty stream, which costs the formula nothing."""
+    """Run our own kernels. They do not take an empty stream, so the formula does."""
     if not len(v_TGRV):
         return chunked(q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR, docs)
     kernels, inputs = _triton_module(), (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR)
@@ -180,7 +181,7 @@ def _triton_delta_rule(
 def _triton_delta_rule_in_parts(
     q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
 ) -> Tensor:
-    """Run our own kernels as two ranks with half of the stream each would, to compare them with the formula."""
+    """Run our own kernels as two ranks would, each with half of the stream, to compare them with the formula."""
     inputs, kernels = (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), _triton_module()
     halves = list(zip(*(x.chunk(2) for x in inputs), strict=True))
     streams = [kernels.stream_of(docs, 2, part) for part in range(2)]
@@ -232,7 +233,7 @@ def _chunked(inputs: Sequence[Tensor], positions_T: Tensor, states: Parts) -> Te
 
     Everything except S0 is matmuls over all chunks at once; only the scan over S0 is sequential. Chunks cut the stream
     and not the documents: D and d are 0 across a boundary, wherever it lies in the chunk, and that alone separates
-    documents. So a document that is not finite takes down those that share its chunk, and all later ones.
+    documents. So a document with NaN or inf spoils the documents that share its chunk, and all later ones.
 
     A weakness: several float32 tensors of T*G*R*CHUNK elements live at once.
     """
@@ -302,7 +303,7 @@ def _scan(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Carry the state through the chunks; return the states before each and after the last, and u.
 
-    States are [G, R, K, V], u is [G, R, C, V]. This is the only sequential part: two small matmuls a chunk.
+    States are [G, R, K, V], u is [G, R, C, V]. This is the only sequential part: two small matmuls per chunk.
     """
     states, us = [state], []
     for free, coupling, keys, decay in zip(*(x.unbind(0) for x in (u_free, u_state, k_to_end, through)), strict=True):
@@ -319,12 +320,12 @@ def _whole(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor) -
 
 
 def _part(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """Scan one part of a stream, given what the earlier parts make of the state; return states and u as `_whole` does.
+    """Scan one part of a stream, from the state that the earlier parts leave; return states and u as `_whole` does.
 
-    A part maps the state S before it to A S + b after it, because the recurrence is linear in S. A is what it makes of
-    the identity without writing any values, b what it makes of an empty state. One scan computes [A | b] side by side,
-    before any rank knows its own S; one all-gather of [A | b] then gives every rank the maps of the parts before it. So
-    ranks run in parallel, where passing the state along would make each wait for the previous one.
+    A part maps the state S before it to A S + b after it, because the recurrence is linear in S. A is the result for
+    the identity as state if no values are written, b the result for an empty state. One scan computes [A | b] side by
+    side, before any rank knows its own S; one all-gather of [A | b] then gives every rank the maps of the parts before
+    it. So ranks run in parallel, where passing the state along would make each wait for the previous one.
     """
     K, (_, G, R, _, V) = k_to_end.shape[-1], u_free.shape
     identity = torch.eye(K, K + V, dtype=u_free.dtype, device=u_free.device).expand(G, R, K, K + V)

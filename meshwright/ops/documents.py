@@ -25,9 +25,9 @@ class Documents:
 
     `bounds`: the host's copy, 0, ..., T, strictly increasing. `cu_seqlens`: the same on the device (int32), padded at
     the end with T to a fixed length, so that its shape does not vary from batch to batch. `positions_T` (int64):
-    restarts at 0 at each document. `turns_T3`: the time, height and width at which RoPE sees each token if documents
-    have images (M-RoPE, arXiv 2409.12191); None: all three are the position. `tokens_T`: the tokens, for
-    layers that read them; `Decoder.forward` adds them.
+    restarts from 0 in each document. `turns_T3`: the time, height and width at which RoPE sees each token if documents
+    have images (M-RoPE, arXiv 2409.12191); None: all three are the position. `tokens_T`: the tokens, for layers that
+    read them; `Decoder.forward` adds them.
     """
 
     bounds: tuple[int, ...]
@@ -50,9 +50,10 @@ class Documents:
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def reaching(self, first: int, stop: int) -> tuple[int, Documents]:
-        """Cut out the documents with tokens in `first..stop`, as a stream that ends at `stop`; return its start and it.
+        """Cut out the documents with tokens in `first..stop`, as a stream that ends at `stop`. Return its start, and
+        the documents.
 
-        The first of them keeps its beginning before `first`: queries of its tokens see it.
+        The first document keeps its tokens before `first`, because its queries see them.
         """
         at, last = bisect_right(self.bounds, first) - 1, bisect_left(self.bounds, stop)
         start = self.bounds[at]
@@ -62,7 +63,7 @@ class Documents:
 
 
 class Parts(Protocol):
-    """A stream cut into equal parts, one a rank, of which this is number `part`.
+    """A stream cut into equal parts, one per rank; this one has the number `part`.
 
     Calling it all-gathers rows of all parts.
     """
@@ -114,13 +115,13 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
 
 
 def has_next(docs: Documents) -> Tensor:
-    """Return a mask of the tokens that are not the last of their document."""
+    """Return a mask of the tokens that are not the last one of their document."""
     starts_T = docs.positions_T == 0
     return ~torch.cat([starts_T[1:], starts_T[:1]])
 
 
 def next_in_document(x_T: Tensor, docs: Documents, fill: int) -> Tensor:
-    """Return what the next token of the same document has; `fill` at the last one."""
+    """Return for each token the value of the next token of its document; `fill` at the last one."""
     return x_T.roll(-1).where(has_next(docs), fill)
 
 

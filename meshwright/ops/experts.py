@@ -1,6 +1,6 @@
 """Mixture-of-experts on one device: softmax top-k routing, and SwiGLU experts as grouped GEMMs or as a loop.
 
-Shapes: T tokens, k experts a token, E experts, D model width, F hidden width, R = 2F, N rows (copies of tokens sorted
+Shapes: T tokens, k experts per token, E experts, D model width, F hidden width, R = 2F, N rows (copies of tokens sorted
 by expert, see ops/rows.py). There is no capacity and no dropped token (unlike GShard, arXiv 2006.16668, and Switch,
 2101.03961): a dropped token would depend on the mesh.
 """
@@ -33,8 +33,8 @@ from .rows import ROUNDING, Rows
 Multiply = Callable[[Tensor, Weight, Fp8], Tensor]  # rows, a matrix for each expert, whether in FP8
 Product = Callable[..., Tensor]  # called as torch's `grouped_mm`
 
-# An operation of torch, so that recompute="selective" keeps its results. Not in `meshwright::`, which has collectives
-# alone: `verify` records all of them.
+# An operation of torch, so that recompute="selective" keeps its results. Not in `meshwright::`, whose operations
+# `verify` records as collectives.
 _library = torch.library.Library("meshwright_ops", "FRAGMENT")
 _library.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
@@ -54,17 +54,17 @@ _TILE = 16  # rows of an AMX tile on a CPU
 
 @uncompiled
 def route(logits_TE: Tensor, k: int, renormalise: bool, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose k experts a token: softmax over all experts, then the k largest. -> weights_Tk (at least float32),
+    """Choose k experts per token: softmax over all experts, then the k largest. -> weights_Tk (at least float32),
     indices_Tk
 
     `renormalise`: weights of a token sum to 1, as in Mixtral and Qwen3-MoE (`norm_topk_prob`). Activation checkpointing
-    replays the indices: recomputed logits may differ in the last bit and flip a tie, after which rows would return to
-    other tokens than they came from. `given_Tk`: choices to use instead, -1 where the router chooses (rollout routing
-    replay, arXiv 2510.11370). Their weights come from the logits of all experts, so the router still has its gradient.
+    replays the indices: recomputed logits may differ in the last bit and flip a tie, and then rows would return to the
+    wrong tokens. `given_Tk`: choices to use instead, -1 where the router chooses (rollout routing replay, arXiv
+    2510.11370). Their weights come from the logits of all experts, so the router still has its gradient.
     """
     shares_TE = upcast(logits_TE).softmax(-1)
     indices_Tk = replayed(lambda: _choose(shares_TE.detach(), k, given_Tk))
-    # The gradient reaches the router through the weights of the chosen experts alone; the choice itself has none.
+    # The router gets its gradient through the weights of the chosen experts; the choice itself has none.
     weights_Tk = shares_TE.gather(-1, indices_Tk)
     if renormalise:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
@@ -103,7 +103,7 @@ def experts(
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # The grouped kernel would leave the rows beyond the counts uninitialised, in the output and in dX.
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
-    # The choice for the base does not depend on adapters: where B is 0 the result must be the base's to the bit.
+    # Choose for the base weights alone: where B is 0 the result must be bitwise that of the base model.
     multiply = _looped(rows) if any(fp8) else _multiply(x_ND, (gate_up_ERD, down_EDF), rows)
     hidden_NR = _adapted(multiply(x_ND, gate_up_ERD, fp8[0]), x_ND, lora[0], rows)
     x_NF = swiglu(hidden_NR, weight_N)
@@ -111,7 +111,7 @@ def experts(
 
 
 def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
-    """Add what the adapters make of the rows of each expert: rounded once."""
+    """Add the output of each expert's adapters to its rows, rounded once."""
     if lora is None:
         return y
     multiply = _multiply(x, (lora.a_ErI, lora.b_EOr), rows)
@@ -119,11 +119,11 @@ def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
 
 
 def _multiply(x: Tensor, weights: Sequence[Weight], rows: Rows) -> Multiply:
-    """Choose what multiplies rows like x by these weights, in backward too. No grouped product has FP8's block scales.
+    """Choose the product of rows like x with these weights, in backward too. No grouped product takes FP8 block scales.
 
-    torch's grouped product where it has a kernel, else ours where it agrees with the formula, else a loop over experts.
-    The loop copies the counts to the host, if `rows.counts` lacks them, and so waits for the device. Nothing is chosen
-    by its time: a run could not be repeated.
+    It is torch's where that has a kernel, else ours where it agrees with the formula, else a loop over experts. The
+    loop copies the counts to the host, if `rows.counts` lacks them, and so waits for the device. Measured times play no
+    part: a run would not be reproducible.
     """
     if all(can_group(x, weight) for weight in weights):
         return _grouped(rows.counts_E, F.grouped_mm)
@@ -161,7 +161,7 @@ def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, looked up once a device."""
+    """Return the compute capability, looked up once per device."""
     if device.type == "meta":
         # A plan assumes a GPU that has the kernel.
         return _GROUPING[0], 0
@@ -173,7 +173,7 @@ def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
     """Return whether kernels/grouped_matmul.py multiplies here: on an accelerator where it agrees with the formula."""
     if x.dtype not in NARROW:
         return False
-    # The kernel is compiled for what is kept of a width: its tile, and whether 16 divides it. Some edges are ragged.
+    # Try one width of each kind: the kernel is compiled for the tile, and for whether 16 divides the width.
     out, width = (size if size <= 256 else 129 + (size - 1) % 128 for size in weight_EOI.shape[1:])
     trial = functools.partial(_try_product, x, out, width)
     return agrees("grouped_matmul", (x.dtype, out, width), x.device, trial, ROUNDING[x.dtype])
@@ -181,7 +181,7 @@ def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
 
 def _try_product(x: Tensor, out: int, width: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return y, dx and dW of a few rows, by the kernel and by its formula, for tensors of the kind of x."""
-    counts = [3, 0, 131, *[0] * 126, 1]  # more experts than one look at their ends covers, more rows than a tile
+    counts = [3, 0, 131, *[0] * 126, 1]  # more experts than are searched at once, more rows than a tile
     noise = torch.Generator().manual_seed(0)
     rows_NI, d_NO, weight_EOI = (
         torch.randn(shape, generator=noise, device="cpu").to(x.device, x.dtype)
@@ -215,7 +215,7 @@ def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Ten
 class _LateGroups(torch.autograd.Function):
     """A grouped matmul by any product, whose backward can defer the weight gradient (zero bubble).
 
-    Of weights in 8 or 4 bits it saves the codes, and dequantises them again in backward.
+    For weights in 8 or 4 bits it saves the codes, and dequantises them again in backward.
     """
 
     @staticmethod
@@ -311,14 +311,14 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """Return x with dense strides, even without rows: an empty expanded tensor calls itself contiguous but is
-    refused.
+    """Return x with dense strides, even without rows: `is_contiguous()` is true for an empty expanded tensor, but
+    grouped_mm refuses it.
     """
     return x.contiguous() if x.numel() else x.clone(memory_format=torch.contiguous_format)
 
 
 class _LoopedLinear(torch.autograd.Function):
-    """A matmul per expert that writes into one output: no expert's weight gradient is held twice.
+    """A matmul per expert that writes into one output: no weight gradient is held twice.
 
     Autograd over a list of slices would allocate each expert's gradient and then copy it into that of the whole
     parameter.
@@ -356,7 +356,7 @@ class _LoopedLinear(torch.autograd.Function):
 
 
 def _matrix(weight_EOI: Weight, expert: int, x: Tensor, fp8: Fp8) -> Matrix:
-    """Return the matrix of an expert, ready for a matmul with x: its blocks, if they were quantised before."""
+    """Return the matrix of an expert, ready for a matmul with x: its FP8 blocks, if it is already quantised."""
     blocks_EOI = None if isinstance(fp8, bool) else fp8[0]
     return operand(weight_EOI[expert], x) if blocks_EOI is None else blocks_EOI[expert]
 
@@ -379,8 +379,8 @@ def _weight_gradients(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int
 def _factor(rows: Tensor) -> Tensor:
     """Return rows in the dtype of the matmul; for bfloat16 on a CPU, padded with some rows of zeros.
 
-    oneDNN compiles a kernel for each number of rows, in milliseconds and a megabyte each, and experts get another
-    number of rows in every step. Rounding the number up to an eighth of a power of two leaves few distinct ones.
+    oneDNN compiles a kernel for each number of rows, which takes milliseconds and a megabyte, and the rows of an expert
+    change with every step. Rounding the number up to an eighth of a power of two leaves few distinct ones.
     """
     wide = rows.to(matmul_dtype(rows))
     if wide.dtype != torch.bfloat16 or kind_of(rows.device) != "cpu":

@@ -5,9 +5,8 @@ blocks keep an outlier from flushing its whole tensor to zero, as one scale per 
 so that W and W.mT have the same scales and forward and backward see the same rounded W.
 
 No mesh cuts through a block (`sharding.check_fp8` refuses such a mesh), so a block has the same scale on every mesh,
-and no scale of a matmul needs another rank. A weight may also come as FP8 codes and scales (`Blocks`): ranks
-all-gathered those in place of the values, or the step has quantised it before. The weight gradient is not rounded to
-FP8.
+and no scale of a matmul needs another rank. A weight may also come as FP8 codes and scales (`Blocks`): from an FP8
+all-gather, or quantised earlier in the step. The weight gradient is not rounded to FP8.
 
 Shapes: M tokens, N output and K input features.
 """
@@ -49,9 +48,9 @@ def fp8_linear(x: Tensor, weight_NK: Matrix) -> Tensor:
 
 
 def emulated(x: Tensor, weight_NK: Matrix) -> Tensor:
-    """Compute what such a matmul means, in at least float32.
+    """Compute the reference result of an FP8 matmul, in at least float32.
 
-    A kernel may sum in another order, and differ in nothing else.
+    A kernel may differ from it only in the order of sums.
     """
     return F.linear(rounded_rows(x), rounded_matrix(weight_NK))
 
@@ -86,14 +85,14 @@ def _in_blocks(weight_NK: Tensor) -> Tensor:
 
 
 def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of blocks, which span `dims`. A block of zeros has the scale 1."""
+    """Return the codes and scales of blocks that span `dims`. A block of zeros has the scale 1."""
     values = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     scales = scales_of(values.abs().amax(dims, keepdim=True))
     return _round_to_fp8(values, scales), scales
 
 
 def scales_of(largest: Tensor) -> Tensor:
-    """Return the scale of each block from its largest magnitude: the largest code is as large as E4M3 allows.
+    """Return the scale of each block from its largest magnitude, which maps to the largest E4M3 value.
 
     Scales stay float32: rounding them up to powers of two, as some formats do, would waste up to one bit of range.
     """
@@ -105,7 +104,8 @@ def scales_of(largest: Tensor) -> Tensor:
 
 def _round_to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     """Divide by the scales and round to E4M3."""
-    # E4M3 has no infinity, and some devices convert what is too large to NaN. The division may round up past LARGEST.
+    # E4M3 has no infinity, and some devices convert a value that is too large to NaN. The division may round up past
+    # LARGEST.
     return (values / scales).clamp(-LARGEST, LARGEST).to(NUMBERS)
 
 
@@ -139,7 +139,7 @@ def join(parts: Sequence[Blocks]) -> Blocks:
 
 
 def quantise(weight_NK: Matrix) -> Blocks:
-    """Quantise a matrix to codes and scales, which serve forward, recomputation and backward, unless it came so."""
+    """Quantise a matrix to codes and scales, which serve forward, recompute and backward; `Blocks` pass through."""
     if isinstance(weight_NK, Blocks):
         return weight_NK
     if isinstance(weight_NK, Quantised):
@@ -152,8 +152,8 @@ def quantise(weight_NK: Matrix) -> Blocks:
 def _by_kernel(x: Tensor, weight_NK: Matrix) -> Tensor:
     """Call torch's `scaled_mm`.
 
-    It wants row-major operands whatever strides came in (W.mT has others), a multiple of 4 tokens, scales of tokens by
-    column, and a multiple of 4 scales in a row of W.
+    It needs row-major operands (W.mT is not), a multiple of 4 tokens, the scales of tokens in column-major order, and a
+    multiple of 4 scales per row of W.
     """
     rows_MK = x.flatten(0, -2)
     num_rows, (num_out, width) = len(rows_MK), weight_NK.shape
@@ -169,7 +169,7 @@ def _by_kernel(x: Tensor, weight_NK: Matrix) -> Tensor:
 
 
 def _rows_operand(rows_MK: Tensor, num_padding: int, one_kernel: bool) -> tuple[Tensor, Tensor]:
-    """Quantise activations and rows of zeros behind them. -> codes [M, K], scales [M, K / 128] by column"""
+    """Quantise activations, followed by rows of zeros. -> codes [M, K], scales [M, K / 128] by column"""
     if one_kernel:
         from .kernels import fp8_blocks
 
@@ -179,13 +179,13 @@ def _rows_operand(rows_MK: Tensor, num_padding: int, one_kernel: bool) -> tuple[
 
 
 def _matrix_operand(weight_NK: Matrix, one_kernel: bool) -> tuple[Tensor, Tensor]:
-    """Quantise a weight, unless it came so. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
+    """Quantise a weight, unless it is quantised. -> codes [N, K], contiguous, scales [N / 128, K / 128]"""
     if one_kernel:
         from .kernels import fp8_blocks
 
         if not isinstance(weight_NK, Quantised | Blocks):
             return fp8_blocks.quantised_matrix(weight_NK)
-        if weight_NK.codes.mT.is_contiguous():  # as backward takes them
+        if weight_NK.codes.mT.is_contiguous():  # as in backward
             return fp8_blocks.turned(weight_NK.codes.mT).view(NUMBERS), weight_NK.scales
     codes, scales = _quantised_matrix(weight_NK)
     return codes.reshape(weight_NK.shape).contiguous(), scales[:, 0, :, 0]
@@ -209,7 +209,7 @@ def _compare_quantised(device: torch.device) -> tuple[list[Tensor], list[Tensor]
             operands += [_rows_operand(x, 3, one_kernel) for x in (x_MK[:45], x_MK.mT)]
             for codes, scales in operands:
                 bits = codes.view(torch.uint8)
-                into += [bits.where(bits & 127 != 127, 127), scales]  # codes of NaN differ in their sign by device
+                into += [bits.where(bits & 127 != 127, 127), scales]  # the sign of NaN codes depends on the device
     return results
 
 
@@ -219,7 +219,7 @@ def _numbers_of_every_kind() -> Tensor:
     x *= torch.logspace(-12, 4, 256)[:, None].roll(128, 0)
     x[0, :128], x[2, :128] = 0.0, 1e-42
     x[1, :128] = torch.arange(128) * 2.0**-10
-    x[1, 0] = 448.0  # the scale is 1, so odd ones are ties of subnormal codes
+    x[1, 0] = 448.0  # makes the scale 1, so odd multiples are ties of subnormal codes
     x[3, 5], x[4, 7], x[140, 200] = torch.nan, -torch.inf, torch.inf
     return x
 
@@ -228,7 +228,7 @@ def _numbers_of_every_kind() -> Tensor:
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's kernel agrees with `emulated`.
 
-    It is tried once a device and dtype, and waits for the device.
+    It is tried once per device and dtype, and waits for the device.
     """
     return _kernel_agrees(device, dtype)
 
@@ -248,7 +248,7 @@ def _compare_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     transposed = weight.mT.contiguous().mT  # the strides that a weight has in backward
     try:
         outputs = torch.cat([_by_kernel(x, weight), _by_kernel(x.mT.contiguous().mT, transposed)])
-    except torch.OutOfMemoryError:  # says nothing of the kernel, and the answer would be kept for good
+    except torch.OutOfMemoryError:  # says nothing about the kernel, and the answer would be cached for good
         raise
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, ours works
         logger.warning("no FP8 matmul kernel on %s (%s); FP8 is emulated, which is slow", device, error)

@@ -1,6 +1,6 @@
-"""Frozen weights stored in FP8 or in 4 bits: codes with their scales, dequantised at each use.
+"""Frozen weights stored in FP8 or in 4 bits: codes with their scales, dequantised at each use (QLoRA, FP8 base models).
 
-For a base model that is not trained (LoRA, QLoRA, a frozen part): 1 or 0.53 to 0.56 bytes an element. Nothing in this
+For weights that are not trained (LoRA, QLoRA, frozen parts): 1 byte per element, or 0.53 to 0.56. Nothing in this
 module rounds to 8 or 4 bits. Between forward and backward only codes are kept, never values.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from .codings import FP8, Coding, wide
 from .part_sizes import part_size
 
-# Elements dequantised together: the float32 values and the expanded scales take 8 bytes an element.
+# Elements dequantised together: the float32 values and the expanded scales take 8 bytes per element.
 _PART = part_size(__name__, "_PART", 1 << 22, small=301)
 
 
@@ -24,11 +24,11 @@ class Grid:
     """The scale of each element of a matrix: `scales[rows[i], columns[j]]`.
 
     Indices instead of a block size: a rank may hold any rows of a matrix, from several blocks or merged files. In 4
-    bits the scales of blocks are in the rows themselves, and `scales`, `[n, 1]`, is what they are divided by.
+    bits the scales of blocks are in the rows themselves, and `scales`, `[n, 1]`, holds their divisors.
     """
 
     scales: Tensor  # float32
-    rows: Tensor  # for each row its row of `scales`; for several matrices, in the shape of their leading dims
+    rows: Tensor  # the row of `scales` for each row; for several matrices, in the shape of their leading dims
     columns: Tensor
     coding: Coding = FP8
 
@@ -39,7 +39,7 @@ class Grid:
         return replace(self, scales=self.scales.to(device), rows=self.rows.to(device), columns=self.columns.to(device))
 
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantise: codes times scales in float32, exactly as the file means them, rounded once to `dtype`."""
+        """Dequantise: codes times scales in float32, exactly as the file format defines, rounded once to `dtype`."""
         width = len(self.columns)
         out = torch.empty((*codes.shape[:-1], width), dtype=dtype, device=codes.device)
         flat, out_flat, rows = codes.reshape(-1, codes.shape[-1]), out.view(-1, width), self.rows.reshape(-1)
@@ -99,7 +99,7 @@ Weight = Tensor | FrozenWeight
 
 
 def split_weights(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
-    """Split weights into what `ctx.save_for_backward` takes (tensors, or codes) and the grids to keep on ctx."""
+    """Split weights into tensors or codes for `ctx.save_for_backward`, and the grids to keep on ctx."""
     tensors = [weight.codes if isinstance(weight, FrozenWeight) else weight for weight in weights]
     return tensors, [weight.grid if isinstance(weight, FrozenWeight) else None for weight in weights]
 

@@ -1,7 +1,7 @@
 """A tensor subclass for trained weights that arrive as FP8 codes and block scales (FP8 all-gather).
 
-FSDP gathers a byte an element instead of two (arXiv 2412.19437 keeps a master weight in higher precision too): the
-owner of a shard quantises it, and the matmul takes the codes as they are. Autograd must still see a parameter of
+FSDP gathers one byte per element instead of two (arXiv 2412.19437 keeps a master weight in higher precision too): the
+owner of a shard quantises it, and the matmul takes these codes directly. Autograd must still see a parameter of
 `dtype`, so that gradients keep their precision; hence a wrapper subclass.
 """
 
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 class Blocks:
     """A matrix, or several of one shape, as FP8 codes with a scale for each block of 128 x 128.
 
-    Plain tensors, which `torch.compile` can trace.
+    It holds plain tensors, so `torch.compile` can trace it.
     """
 
     codes: Tensor  # uint8 [..., N, K]: E4M3
@@ -37,14 +37,14 @@ class Blocks:
         return Blocks(self.codes.mT, self.scales.mT)
 
     def stacked(self, num: int) -> Blocks:
-        """View rows as those of `num` matrices."""
+        """View the rows as `num` matrices."""
         return Blocks(self.codes.unflatten(0, (num, -1)), self.scales.unflatten(0, (num, -1)))
 
     def __getitem__(self, index: int) -> Blocks:
         return Blocks(self.codes[index], self.scales[index])
 
 
-# Whether a matmul runs in FP8: False, True, or the blocks of each of its weights that were quantised before.
+# Whether a matmul runs in FP8: False, True, or the blocks of each weight that is already quantised.
 Fp8 = bool | Sequence[Blocks | None]
 
 
@@ -90,7 +90,7 @@ class Quantised(Tensor):
         return Blocks(self.codes, self.scales)
 
     def changed(self, change: Callable[[Tensor], Tensor], of_scales: Callable[[Tensor], Tensor]) -> Quantised:
-        """Return a view: the same memory through a change of shape for codes, and one for scales."""
+        """Return a view of the same memory: apply one change of shape to the codes and another to the scales."""
         return Quantised(change(self.codes), of_scales(self.scales), self.dtype)
 
     @property
@@ -112,9 +112,9 @@ def _as_strided(x: Quantised, size: Sequence[int], stride: Sequence[int], offset
 
 
 def _view(x: Quantised, size: Sequence[int]) -> Quantised:
-    """View rows as those of several matrices; columns stay whole, and no block is cut."""
+    """View the rows as several matrices; columns stay whole, and no block is cut."""
     if len(size) < 2 or size[-1] != x.shape[-1] or size[-2] % x.block:
-        raise ValueError(f"{x!r} cannot be seen as {tuple(size)}, which cuts its blocks")
+        raise ValueError(f"{x!r} cannot be viewed as {tuple(size)}, which cuts its blocks")
     *lead, rows, _ = size
     return x.changed(lambda t: t.view(size), lambda t: t.view(*lead, rows // x.block, t.shape[-1]))
 

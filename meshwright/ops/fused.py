@@ -1,8 +1,8 @@
 """Fuse elementwise formulas into one kernel with torch.compile, and check the kernel before trusting it.
 
-RMSNorm, RoPE or SwiGLU are memory-bound: as separate operations each would read and write all activations once more.
-The kernel is compiled from the formula itself, so there is one source. It is used only if it agrees with the plain
-formula on the first inputs of its kind; otherwise the formula runs as it is, and a warning says so once.
+RMSNorm, RoPE and SwiGLU are memory-bound: each separate operation would read and write all activations once more. The
+kernel is compiled from the formula itself, so there is one source. It is used only if it agrees with the plain formula
+on the first inputs of its kind; otherwise the formula runs as it is, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..log import logger
 from .kernels import NARROW, SLOW
 
 _TOLERANCE = 1e-2  # of the norm: the kernel rounds once, the formula rounds each intermediate result to bfloat16
-_TRIAL_ROWS = 512  # rows that both are compared on: more would take memory that no plan counts
+_TRIAL_ROWS = 512  # rows of the comparison: more would take memory that no plan counts
 
 Result = TypeVar("Result")  # a tensor, or a tuple of them
 Formula = Callable[..., Result]
@@ -101,8 +101,8 @@ def _refused(formula: Formula[Result], error: Exception) -> Formula[Result]:
 def _compiled(formula: Formula[Result]) -> Formula[Result]:
     """Compile a copy of the formula under a unique name.
 
-    torch.compile makes a size dynamic once it differs between two calls of the same code object, which it knows by name
-    and line. Widths never vary for one use of a formula, so each use gets its own code object and stays static.
+    torch.compile makes a size dynamic once it differs between two calls of the same code object, which it identifies by
+    name and line. Widths never vary for one use of a formula, so each use gets its own code object and stays static.
     """
     assert isinstance(formula, FunctionType)
     code = formula.__code__.replace(co_name=f"{formula.__name__}_{next(_serial)}")
@@ -110,7 +110,7 @@ def _compiled(formula: Formula[Result]) -> Formula[Result]:
 
 
 def _distance(result: Tensor, expected: Tensor) -> float:
-    """Return the distance of two results relative to the norm; infinite if they differ in where they are not finite.
+    """Return the distance of two results relative to the norm; infinite if they are not finite in different places.
 
     Where both are infinite or both NaN, the kernel is not to blame.
     """

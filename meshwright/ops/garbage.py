@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector."""
+"""Pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while hundreds of thousands of objects are made that all stay.
+    """Pause the garbage collector while a load makes hundreds of thousands of objects that all stay alive.
 
-    It would walk through all of them each time that they have become a quarter more, in vain: a quarter of the time of
-    a load.
+    It would walk through all of them each time their number grows by a quarter, and free nothing: that took a quarter
+    of the load time.
     """
     runs = gc.isenabled()
     gc.disable()

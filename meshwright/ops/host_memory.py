@@ -1,4 +1,4 @@
-"""Copies between host and device, and host memory as bytes."""
+"""Copy between host and device through pinned memory, and view host memory as bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .part_sizes import part_size
 # Torch rounds each pinned allocation up to a power of two, which would waste up to half of the host memory of thousands
 # of parameters. So copies share buffers of this size.
 _PINNED_BYTES = part_size(__name__, "_PINNED_BYTES", 1 << 28, small=1001)
-_ALIGNED = 64  # bytes at which each storage begins in a buffer: DMA of odd addresses is slow
+_ALIGNED = 64  # bytes at which each storage begins in a buffer: DMA from odd addresses is slow
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.restype, _view_memory.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor, to read a file into or to write from. Valid while `x` lives.
+    """Return the memory of a contiguous host tensor, to read a file into it or write it to a file. Valid while `x`
+    lives.
 
-    `x.numpy()` would do, but torch never resizes a storage again that numpy has seen, and `Engine.sleep` frees
+    `x.numpy()` would pin the size: torch never again resizes a storage that numpy has seen, and `Engine.sleep` frees
     parameters by resizing them.
     """
     view: memoryview = _view_memory(x.data_ptr(), x.nbytes, _WRITABLE) if x.numel() else memoryview(b"")
@@ -35,7 +36,7 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
     A copy from pageable memory waits until the device has finished everything queued before it; one from pinned memory
     does not, and torch's caching host allocator keeps that memory until it was read. A tensor that the caller has
-    pinned is copied first: he may write to it again at once.
+    pinned is copied first, because the caller may write to it again at once.
     """
     if x.device.type != "cpu" or torch.device(device).type in ("cpu", "meta"):
         return x.to(device)
@@ -55,8 +56,8 @@ class HostCopy:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> HostCopy:
-        """Copy the storages of tensors, each once: a reduce-scatter leaves many gradients in one. On an accelerator the
-        copy is pinned, and only queued: synchronise before reading it."""
+        """Copy the storages of tensors, each once: after a reduce-scatter, many gradients share one. On an accelerator
+        the copy is pinned, and only queued: synchronise before reading it."""
         storages = [*storages_of(tensors).values()]
         sizes = [storage.nbytes() for storage in storages]
         total, pinned = sum(map(_padded, sizes)), any(storage.device.type != "cpu" for storage in storages)
@@ -85,10 +86,10 @@ class HostCopy:
             own.copy_(kept, non_blocking=True)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the storages with their copies: as long as lies in one buffer."""
+        """Yield parts of the storages with their copies; each part lies in one buffer."""
         at, capacity = 0, len(self.buffers[0]) if self.buffers else 1
         for storage, size in zip(self.storages, self.sizes, strict=True):
-            # A tensor of its own, so that writing counts in no version of a parameter.
+            # A separate tensor, so that writing does not bump the version of a parameter.
             own, done = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), 0
             while done < size:
                 number, start = divmod(at + done, capacity)

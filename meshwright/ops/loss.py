@@ -1,7 +1,7 @@
 """Vocabulary cross-entropy without [T, V] logits: a chunked, vocab-parallel log-softmax with optional entropy.
 
 Logits of 32,768 tokens and 151,936 words are 20 GB in float32, and autograd would keep them. Here each holder of a
-slice of the vocabulary reduces its logits to three numbers a token (`token_stats`). The stats of all slices are then
+slice of the vocabulary reduces its logits to three numbers per token (`token_stats`). The stats of all slices are then
 combined (`combine_stats`): on one device, or after an all-to-all of [T, 3] under tensor parallelism, where Megatron
 (arXiv 1909.08053) needs three all-reduces of [T].
 
@@ -27,7 +27,7 @@ from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
-# Tokens whose logits exist at once on a CPU; elsewhere the least number, whatever the next line allows.
+# Tokens whose logits exist at once on a CPU. Elsewhere it is the minimum, whatever `_LOGITS` allows.
 CHUNK = part_size(__name__, "CHUNK", 1024, small=301)
 # Logits that exist at once elsewhere (1 GiB in bfloat16): a GPU is slow at matmuls and reductions of few tokens.
 _LOGITS = part_size(__name__, "_LOGITS", 1 << 29, small=1)
@@ -38,20 +38,20 @@ _CAST_WORDS = part_size(__name__, "_CAST_WORDS", 1 << 15, small=37)
 _WIDENED_ON_CPU = part_size(__name__, "_WIDENED_ON_CPU", 1 << 19, small=701)
 _WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
 
-# How far the kernel of kernels/logits.py may be off, of the norm: both sides round the gradient once to this dtype.
+# Allowed error of kernels/logits.py, relative to the norm: both sides round the gradient once to this dtype.
 _OFF = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 class Kind(NamedTuple):
-    """The statistics of logits: whether with their entropy, and what logits are divided by."""
+    """The kind of statistics: whether they include the entropy, and the temperature that divides logits."""
 
     entropy: bool
     temperature: float
 
 
 class Words(NamedTuple):
-    """Words of each token whose logits are asked for: indices in a slice of the vocabulary. Another index, such as -1,
-    is no word of it. `rest`: whether the logsumexp of all other words is asked for too."""
+    """Words whose logits are wanted for each token, as indices in a slice of the vocabulary. Any index outside of it,
+    such as -1, is not in the slice. `rest`: whether the logsumexp of all other words is wanted too."""
 
     ids_TK: Tensor
     temperature: float = 1.0
@@ -77,9 +77,9 @@ def word_stats(
 ) -> Tensor:  # fmt: skip
     """Reduce each token's logits over these V words to the numbers of `token_stats`, and K + 1 more. -> stats_TS
 
-    These are the logsumexp of the logits over the temperature of the words, and the logit of each given word over it, 0
-    where it is not one of 0..V-1. Both temperatures share one product with the weight. With `words.rest` the last
-    number is the logsumexp of all words that are not given, the least number of the dtype if there is none.
+    These are, over the temperature of the words, the logsumexp of all logits and the logit of each given word, 0 where
+    the word is not one of 0..V-1. Both temperatures share one product with the weight. With `words.rest` the last
+    number is the logsumexp of all words that are not given, or the least number of the dtype if all are.
     """
     return _TokenStats.apply(x_TD, weight_VD, labels_T, _chunk(x_TD, weight_VD), Kind(entropy, temperature), words)
 
@@ -88,7 +88,7 @@ def word_stats(
 def top_words(x_TD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> Tensor:
     """Reduce each token's logits over the temperature to their logsumexp, the k largest, and the indices of these.
 
-    -> `[T, 1 + 2k]` in at least float32, which holds the indices of up to 16 million words exactly. Of fewer than k
+    -> `[T, 1 + 2k]` in at least float32, which holds the indices of up to 16 million words exactly. With fewer than k
     words, the rest is -inf and 0.
     """
     kind, few = Kind(False, temperature), min(k, len(weight_VD))
@@ -104,7 +104,8 @@ def top_words(x_TD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0)
 def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
     """Return how many tokens' logits exist at once.
 
-    Off the CPU chunks are of one size: the last one's logits are kept for backward, and so are not computed twice.
+    On a device other than a CPU, chunks have equal sizes: the logits of the last one are kept for backward, so a large
+    last chunk saves recompute.
     """
     if kind_of(x_TD.device) == "cpu":
         return CHUNK
@@ -148,7 +149,7 @@ def combine_top_words(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_likeliest(stats_NT3: Tensor) -> Tensor:
-    """Return whether no word has a larger logit than the label of each token, from stats without entropy."""
+    """Return for each token whether no word has a larger logit than its label, from stats without entropy."""
     _, target_NT, largest_NT = stats_NT3.detach().unbind(-1)
     return target_NT.sum(0) == largest_NT.amax(0)
 
@@ -156,7 +157,7 @@ def is_likeliest(stats_NT3: Tensor) -> Tensor:
 class _TokenStats(torch.autograd.Function):
     """Compute the stats chunk by chunk of tokens; recompute the logits in backward.
 
-    Backward starts with the last chunk, whose logits forward leaves in memory: with no entropy, already as
+    Backward starts with the last chunk, whose logits forward leaves in memory: without entropy, already as
     probabilities. So a batch of one chunk recomputes nothing.
     """
 
@@ -189,7 +190,8 @@ class _TokenStats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_stats_TS: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x_TD, weight_VD, labels_T, stats_TS, ids_TK = ctx.saved_tensors
-        # Gradients of logits are linear in those of the stats, so the inner derivative of the division goes in here.
+        # Gradients of logits are linear in those of the stats, so the derivative of the division by the temperature is
+        # applied here.
         d_stats_TS = _over_temperatures(d_stats_TS, ctx.kind.temperature, ctx.word_temperature)
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
@@ -218,7 +220,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Compute logits in the dtype of the matmul; readers widen a few rows at a time."""
+    """Compute logits in the dtype of the matmul; callers widen a few rows at a time."""
     x_wide = x_TD.to(matmul_dtype(x_TD))
     logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
     for words in _words(weight_VD, x_TD):
@@ -258,7 +260,7 @@ def _add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
 def _accumulates_wide(d_TV: Tensor, dw_VD: Tensor) -> bool:
     """Return whether torch multiplies 16-bit matrices into a float32 result here, as cuBLAS can.
 
-    It chooses its kernels by how rows are aligned, so each kind of widths is tried.
+    cuBLAS chooses kernels by the alignment of rows, so each kind of widths is tried.
     """
     if kind_of(d_TV.device) == "cpu" or d_TV.dtype not in NARROW or dw_VD.dtype != torch.float32:
         return False
@@ -306,7 +308,7 @@ def _local_words(ids_TK: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split all tensors into the same blocks of rows: as many as are widened at a time."""
+    """Split all tensors into the same blocks of rows, each as large as is widened at a time."""
     num_logits = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
     rows = max(1, num_logits // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
@@ -357,7 +359,8 @@ def _overwrite_by_kernel(block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, label
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits in at least float32, divided by the temperature. Without one, float32 logits are not copied."""
+    """Return logits in at least float32, divided by the temperature. At temperature 1, float32 logits are not
+    copied."""
     return upcast(logits) if temperature == 1 else upcast(logits) / temperature
 
 
@@ -433,8 +436,8 @@ def _logsumexp(logits_TV: Tensor, kind: Kind) -> Tensor:
 
 
 def _word_stats(logits_TV: Tensor, words: Words, lse_T1: Tensor | None) -> Tensor:
-    """Return the logsumexp, which may be known, the logits of given words, and with `words.rest` the logsumexp of all
-    others, over the temperature."""
+    """Return over the temperature: the logsumexp (given as `lse_T1` if known), the logits of the given words, and with
+    `words.rest` the logsumexp of all other words."""
     is_local_TK, index_TK = _local_words(words.ids_TK, logits_TV.shape[1])
     logit_TK = _tempered(logits_TV.gather(-1, index_TK), words.temperature).masked_fill(~is_local_TK, 0.0)
     lse_T1 = _logsumexp(logits_TV, Kind(False, words.temperature)) if lse_T1 is None else lse_T1
@@ -449,7 +452,8 @@ def _word_stats(logits_TV: Tensor, words: Words, lse_T1: Tensor | None) -> Tenso
 def _without_words(rows_TV: Tensor, ids_TK: Tensor, temperature: float) -> Tensor:
     """Return a copy of logits over the temperature, with -inf at the given words.
 
-    1 - sum of p(word) has no digits left in float32 where the words have almost all, so they leave before the sum.
+    1 - sum of p(word) has no digits left in float32 where the given words have almost all probability. So they are
+    removed before the sum.
     """
     is_local_TK, index_TK = _local_words(ids_TK, rows_TV.shape[1])
     few = _tempered(rows_TV, temperature)
@@ -460,10 +464,10 @@ def _without_words(rows_TV: Tensor, ids_TK: Tensor, temperature: float) -> Tenso
 def _overwrite_with_word_gradient(
     block_TV: Tensor, stats_TS: Tensor, d_TS: Tensor, labels_T: Tensor, words: Words, kind: Kind
 ) -> None:
-    """Overwrite logits with their gradient: a softmax for each temperature, one of all other words, and addends at the
-    label and at the words.
+    """Overwrite logits with their gradient: a softmax for each temperature, one over all other words, and terms at the
+    label and at the given words.
 
-    They are summed before they are rounded to the dtype of the block. A word may be the label, or come twice.
+    All terms are summed before they are rounded to the dtype of the block. A word may be the label, or occur twice.
     """
     num = words.ids_TK.shape[1]
     for rows_TV, stats, d_stats, labels, ids in _row_blocks(block_TV, stats_TS, d_TS, labels_T[:, None], words.ids_TK):

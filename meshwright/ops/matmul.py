@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: Fp8 = 
 def linears(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: Fp8 = False
 ) -> tuple[Tensor, ...]:
-    """Apply `linear` to the same x with each of the weights, as one GEMM: small ones are slow.
+    """Apply `linear` to the same x with each of the weights, as one GEMM: small GEMMs are slow.
 
     Weights may be codes in 8 or 4 bits, mixed with plain ones; each part of the result is a view.
     """
@@ -71,10 +71,10 @@ def operand(weight: Weight, x: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """A linear layer with several weights that saves its operands as they came.
+    """A linear layer with several weights that saves its operands uncast and separate.
 
-    F.linear on `torch.cat(weights)` would save the concatenated copy, and on cast operands the casts: each is as large
-    as the weights once more.
+    F.linear on `torch.cat(weights)` would save the concatenated copy, and the cast operands: each copy is as large as
+    the weights.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ def _of_input(d: Tensor, weight: Matrix, x: Tensor, fp8: Fp8) -> Tensor:
 def _concatenated(weights: Sequence[Weight], x: Tensor, fp8: Fp8) -> Matrix:
     """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied.
 
-    Blocks that were quantised before take the place of their weight.
+    FP8 blocks take the place of a weight that is already quantised.
     """
     before: Sequence[Blocks | None] = [None for _ in weights] if isinstance(fp8, bool) else fp8
     operands: list[Matrix] = [

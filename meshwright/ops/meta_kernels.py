@@ -1,8 +1,8 @@
 """Stand-ins for kernels on the meta device, which reproduce what they allocate and save, to simulate memory.
 
-A plan runs a step of the model on meta tensors for hardware that need not be present. Nothing is computed, so nothing
-can be read, and kernels of other packages do not run. A stand-in allocates the same buffers in the same order, so that
-the peak is that of the real kernel.
+A plan runs a step of the model on meta tensors for hardware that need not be present. Nothing is computed, so values
+cannot be read, and kernels of other packages do not run. A stand-in allocates the same buffers in the same order, so
+that the peak is that of the real kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_planned_kind = "cpu"  # of this process: a plan runs in one thread
+_planned_kind = "cpu"  # one per process: a plan runs in one thread
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def to_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
-    """Copy counts to the host, with one wait for all of them. On the meta device each splits its total evenly."""
+    """Copy counts to the host, with one wait for all of them. On the meta device each total is split evenly."""
     lengths = [len(each) for each in counts]
     if counts[0].device.type == "meta":
         shares = zip(lengths, totals, strict=True)
@@ -46,7 +46,7 @@ def to_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, _docs: object = None) -> Tensor:
-    """Allocate what a varlen attention kernel does."""
+    """Allocate the buffers of a varlen attention kernel."""
     o_THK: Tensor = _Attention.apply(q_THK, k_TGK, v_TGK)  # torch leaves apply untyped
     return o_THK
 
@@ -78,7 +78,8 @@ class _Attention(torch.autograd.Function):
 
 
 def delta_rule(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, _docs: object) -> Tensor:
-    """Allocate what our kernels of the gated delta rule do (kernels/delta_rule.py). The next three belong to them."""
+    """Allocate the buffers of our gated delta rule kernels (kernels/delta_rule.py). The next three functions belong to
+    them."""
     return from_state((q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), None, None)
 
 
@@ -87,20 +88,20 @@ def stream_of(_docs: object, _parts: int, _part: int) -> None:
 
 
 def from_state(inputs: Sequence[Tensor], _stream: object, state_GRKV: Tensor | None) -> Tensor:
-    """Allocate what runs a stream or a part of it."""
+    """Allocate the buffers that a run of a stream or a part of it needs."""
     o_TGRV: Tensor = _Delta.apply(*inputs, state_GRKV)
     return o_TGRV
 
 
 def state_map(inputs: Sequence[Tensor], _stream: object) -> Tensor:
-    """Allocate what a part needs to tell what it makes of the state before it."""
+    """Allocate the buffers of `state_map` of a part."""
     _, k_TGK, v_TGRV, g_TGR, beta_TGR = inputs
     affine: Tensor = _LastState.apply(k_TGK, torch.nn.functional.pad(v_TGRV, (k_TGK.shape[2], 0)), g_TGR, beta_TGR)
     return affine
 
 
 class _Delta(torch.autograd.Function):
-    """It saves its operands, the solved systems of its chunks, and the state before each chunk."""
+    """The delta rule: saves its operands, the solved systems of its chunks, and the state before each chunk."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -124,7 +125,7 @@ class _Delta(torch.autograd.Function):
 
 
 class _LastState(torch.autograd.Function):
-    """It saves the same, without q."""
+    """The last state of a part: saves the same tensors as `_Delta`, without q."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -165,13 +166,13 @@ def _delta_gradients(saved: Sequence[Tensor], dk_TGRK: Tensor) -> tuple[Tensor, 
 
 
 def _padded_values(width: int) -> int:
-    """Return the columns of a solution, which programs take in turns of at most 64."""
+    """Return the columns of a solution; programs take at most 64 at a time."""
     columns = min(64, max(16, _power_of_two(width)))
     return -(-width // columns) * columns
 
 
 def _power_of_two(width: int) -> int:
-    """Return the least power of two that is no smaller."""
+    """Return the least power of two that is at least `width`."""
     return 1 << (width - 1).bit_length()
 
 

@@ -1,9 +1,8 @@
 """Hashed n-grams of tokens, the rows of Qwen4-Exp's n-gram table that each token looks up.
 
-Each head hashes the last 2, 3, ... tokens to a row of its own part of the table. What the hash is made of follows from
-the config, so a table belongs to one vocabulary and one seed. A document begins as if after end-of-text tokens, and
-what follows an end-of-text token sees nothing before it: both come from positions and tokens, without a loop over
-documents.
+Each head hashes the last 2, 3, ... tokens to a row of its own part of the table. The config determines the hash, so a
+table belongs to one vocabulary and one seed. A document begins as if after end-of-text tokens, and a token after an
+end-of-text token sees nothing before it. Both follow from positions and tokens, without a loop over documents.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ _TABLE_STEP = 10007  # between the seeds of two tables
 
 @dataclass(frozen=True)
 class NgramHash:
-    """The hash of one table. `number`: of the table in the model, from 0. `size`: of the longest n-gram."""
+    """The hash of one table. `number`: index of the table in the model, from 0. `size`: length of the longest
+    n-gram."""
 
     vocab: int
     size: int
@@ -37,14 +37,15 @@ class NgramHash:
 
     @cached_property
     def multipliers(self) -> list[int]:
-        """Return an odd factor for each place of an n-gram, so small that a token times a factor stays below 2**63."""
+        """Return an odd factor for each place of an n-gram, small enough that token id times factor stays below
+        2**63."""
         half = max(1, ((1 << 63) - 1) // self.vocab // 2)
         base = self.seed + _TABLE_STEP * self.number
         return [2 * (_splitmix64((base + _GAMMA * (k + 1)) & _BITS) % half) + 1 for k in range(self.size)]
 
     @cached_property
     def rows_of_heads(self) -> list[int]:
-        """Return the number of rows of each head: primes from `first_prime` on, those of earlier tables first."""
+        """Return the number of rows of each head: primes from `first_prime` on; earlier tables take the first ones."""
         heads, primes, at = (self.size - 1) * self.heads_per_size, list[int](), self.first_prime
         while len(primes) < (self.number + 1) * heads:
             if at > 1 and all(at % divisor for divisor in range(2, math.isqrt(at) + 1)):
@@ -64,12 +65,12 @@ class NgramHash:
 
 
 def ngram_rows(tokens_T: Tensor, positions_T: Tensor, hash_: NgramHash) -> Tensor:
-    """Return the rows of the table that each token looks up, `[T, heads]`: those of bigrams, then of trigrams."""
+    """Return the table rows that each token looks up, `[T, heads]`: the heads of bigrams first, then of trigrams."""
     same_text_T, grams = torch.ones_like(tokens_T, dtype=torch.bool), []
     hashed_T = tokens_T * hash_.multipliers[0]
     for back in range(1, hash_.size):
         earlier_T = F.pad(tokens_T, (back, 0), value=hash_.end)[: len(tokens_T)]
-        # Once an end-of-text or the beginning of the document lies between, it does for all longer n-grams.
+        # Once an end-of-text token or the start of the document cuts an n-gram, it also cuts all longer ones.
         same_text_T = same_text_T & (positions_T >= back) & (earlier_T != hash_.end)
         hashed_T = hashed_T ^ (earlier_T.where(same_text_T, hash_.end) * hash_.multipliers[back])
         grams += [hashed_T] * hash_.heads_per_size

@@ -1,6 +1,6 @@
 """RMSNorm (arXiv 1910.07467), LayerNorm, gated RMSNorm and SwiGLU (arXiv 2002.05202), with hand-written backwards.
 
-Each saves its inputs as they came and at most one float32 per row. Autograd over the formula would keep several float32
+Each saves its inputs uncast, and at most one float32 per row. Autograd over the formula would keep several float32
 copies of the activations, which is most of what a layer saves in bfloat16.
 """
 
@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) 
 
 
 class _RMSNorm(torch.autograd.Function):
-    """It saves x as it came and one number a row."""
+    """RMSNorm that saves x uncast, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
@@ -86,7 +86,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Apply LayerNorm over the last dim, in x.dtype.
 
     On a CPU torch sums the gradients of weight and bias over the rows in bfloat16, which loses 7% of them in 4,000
-    rows. So it gets float32 there.
+    rows. So torch gets float32 there.
     """
     wide = upcast(x) if kind_of(x.device) == "cpu" else x
     weight, bias = (each.to(x.dtype).to(wide.dtype) for each in (weight, bias))
@@ -94,7 +94,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
-    """Return weight * rms_norm(x) * silu(gate) in x.dtype, or with the sigmoid: the output norm of a gated delta net.
+    """Return weight * rms_norm(x) * silu(gate) in x.dtype, or with sigmoid(gate): the output norm of Gated DeltaNet.
 
     The weight is plain, not zero-centred, and the norm comes before the gate (Mamba 2 has the gate first).
     """
@@ -103,7 +103,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
 
 
 class _GatedNorm(torch.autograd.Function):
-    """It saves x and the gate as they came, and one number a row."""
+    """Gated RMSNorm that saves x and the gate uncast, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sigmoid: bool) -> Tensor:
@@ -150,7 +150,7 @@ def _gated_norm_backward(
 
 
 def swiglu(gate_up: Tensor, weight_N: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up of `[..., gate | up]`, times `weight_N` of each row if given.
+    """Return silu(gate) * up of `[..., gate | up]`, times the row's `weight_N` if given.
 
     It is not upcast: torch's silu kernels compute in float32 inside, and round once.
     """
@@ -159,7 +159,7 @@ def swiglu(gate_up: Tensor, weight_N: Tensor | None = None) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """It saves its input alone, and writes the gradients of gate and up into one tensor."""
+    """SwiGLU that saves only its input, and writes the gradients of gate and up into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -174,7 +174,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """SwiGLU with a factor for each row (the routing weight of an expert). It saves neither product with the factor."""
+    """SwiGLU with a factor for each row (the routing weight of an expert). It does not save a product with the
+    factor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight_N: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Part sizes: constants at which work is cut into chunks, slices, buffers and files, shrunk in tests.
 
-A tiny model fits into one part of each, so a bug at the seam between two parts would show up in large models only.
+A tiny model fits into one part of each, so a bug at the seam between two parts would show up only in large models.
 `verify` and the tests therefore run with `shrunk_part_sizes`. A module declares such a constant with `part_size` and
-reads it by its global name where it cuts: neither in a default argument nor through an import from another module.
+reads it by its global name where it cuts: not in a default argument, and not through an import into another module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def part_sizes() -> Sequence[PartSize]:
 
 @contextmanager
 def shrunk_part_sizes(times: int = 1) -> Iterator[None]:
-    """Set each constant to its small size, or to `times` that for a model that is larger than a tiny one."""
+    """Set each constant to its small size, or to `times` that size for a model larger than a tiny one."""
     modules = {each.module: sys.modules[each.module] for each in _SIZES}
     originals = [(modules[each.module], each.name, vars(modules[each.module])[each.name]) for each in _SIZES]
     for each in _SIZES:

@@ -1,7 +1,7 @@
 """Routing choices that activation checkpointing replays: recompute takes the experts that forward chose.
 
 Recomputed logits may differ in the last bit (another kernel, another reduction order). If a tie then fell the other
-way, rows would go to other experts than those whose outputs came back, and shapes of the exchanges would differ between
+way, recompute would send rows to other experts than forward did, and the shapes of the all-to-alls would differ between
 ranks, which hangs. So forward records its choices, and the recomputation reads them.
 """
 
@@ -24,13 +24,13 @@ class Choices:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Record the choices that are made inside."""
+        """Record the choices made inside the context."""
         with self._in_use(None):
             yield
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Replay the recorded choices inside."""
+        """Replay the recorded choices inside the context."""
         with self._in_use(0):
             yield
 

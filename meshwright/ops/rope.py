@@ -41,7 +41,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): as `Llama3Scaling`, but interpolated linearly in the index of the frequency."""
+    """YaRN (arXiv 2309.00071): like `Llama3Scaling`, but the interpolation is linear in the index of the frequency."""
 
     factor: float
     context: int  # tokens, before scaling
@@ -90,7 +90,7 @@ def rope_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device) -
 
 
 def _scaled_fraction(rotary: Rotary, freq_R: Tensor) -> Tensor:
-    """Return how much of each frequency is divided by the factor, from 0 to 1."""
+    """Return the fraction of each frequency that is divided by the factor, from 0 to 1."""
     scaling = rotary.scaling
     if isinstance(scaling, Llama3Scaling):
         turns_R = scaling.context / (2 * math.pi / freq_R)
@@ -103,8 +103,8 @@ def _scaled_fraction(rotary: Rotary, freq_R: Tensor) -> Tensor:
 
 
 def _yarn_range(scaling: YarnScaling, dim: int, theta: float) -> tuple[float, float]:
-    """Return the range of indices over which YaRN interpolates: it keeps frequencies up to `first`, scales those from
-    `last`.
+    """Return the range of indices over which YaRN interpolates: frequencies up to `first` are kept, those from `last`
+    on are scaled.
 
     As in transformers, `last` may be beyond the last index. It is below 0 if even the fastest frequency turns less than
     `low` times over the context; then none is scaled.
@@ -120,7 +120,7 @@ def _yarn_range(scaling: YarnScaling, dim: int, theta: float) -> tuple[float, fl
 
 
 def _axis_of_frequency(num_freqs: int, sections: tuple[int, int, int] | None, device: torch.device) -> Tensor:
-    """Return the axis each frequency turns with: time, but height at 1, 4, 7 ... and width at 2, 5, 8 ...
+    """Return the axis of each frequency: height at 1, 4, 7 ..., width at 2, 5, 8 ..., and time elsewhere.
 
     Interleaving gives each axis fast and slow frequencies. Qwen2-VL (arXiv 2409.12191) cuts them into three blocks
     instead, which leaves time only the fastest ones.
@@ -134,17 +134,18 @@ def _axis_of_frequency(num_freqs: int, sections: tuple[int, int, int] | None, de
 
 
 def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate the first 2R of the K dims in pairs (r, r + R), as GPT-NeoX and Hugging Face do; the other dims pass.
+    """Rotate the first 2R of the K dims in pairs (r, r + R), as GPT-NeoX and Hugging Face do; the other dims pass
+    through.
 
-    The result has x.dtype and is rounded once. Meta's Llama pairs (2r, 2r + 1) instead: its files are permuted on the
-    hub.
+    The result has x.dtype and is rounded once. Meta's Llama pairs (2r, 2r + 1) instead; its files on the hub are
+    permuted.
     """
     y_THK: Tensor = _Rotate.apply(x_THK, cos_TR, sin_TR)  # torch leaves apply untyped
     return y_THK
 
 
 class _Rotate(torch.autograd.Function):
-    """It saves the tables alone: the gradient of a rotation is the inverse rotation."""
+    """A rotation that saves only the tables: its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 index_add and scatter_add on a GPU add in any order, and in bfloat16 they round after each addition. Here all sums run
 in a fixed order; the results are bitwise the same in every run.
 
-Shapes: T tokens, k experts a token, N = k T rows, D width, E experts, R rows before they are copied, V rows of a table.
+Shapes: T tokens, k experts per token, N = k T rows, D width, E experts, R rows before copying, V rows of a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rows:
     """Copies of tokens sorted by expert, each with its routing weight: what experts compute on.
 
     `counts_E`: rows of each expert, on the device; `counts`: the same on the host, where it is known there (None lets a
-    grouped GEMM run without any wait). `back` combines the weighted outputs of experts to one row a token.
+    grouped GEMM run without any wait). `back` combines the weighted outputs of experts into one row per token.
     """
 
     x_ND: Tensor
@@ -52,8 +52,8 @@ def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: i
 class _Combine(torch.autograd.Function):
     """Sum the k rows of each token.
 
-    It keeps the permutation on ctx, not in saved tensors: activation checkpointing would replay the layer so far, with
-    its all-to-alls, just to make the permutation again.
+    It keeps the permutation on ctx, not in saved tensors: activation checkpointing would recompute the layer up to
+    here, with its all-to-alls, only to make the permutation again.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Combine(torch.autograd.Function):
 
 
 def sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
-    """Sum `num` rows a token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
+    """Sum `num` rows per token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
     if num == 1 or not _has_kernel(y_ND, num):
         return _sum_rows(y_ND, at_N, num)
     if y_ND.is_meta:
@@ -82,7 +82,7 @@ def _sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
     return y_ND.index_select(0, at_N).view(len(at_N) // num, num, y_ND.shape[1]).sum(1)
 
 
-# How far a kernel may be off, of the norm, where both sides round once to this dtype.
+# Allowed error of a kernel, relative to the norm, where both sides round once to this dtype.
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
@@ -109,7 +109,7 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def count_values(number_N: Tensor, size: int) -> Tensor:
-    """Count how often each number from 0 to `size - 1` occurs. It does not wait for the device, as bincount does."""
+    """Count how often each number from 0 to `size - 1` occurs. Unlike bincount, it does not wait for the device."""
     return number_N.new_zeros(size).scatter_add_(0, number_N, torch.ones_like(number_N))
 
 
@@ -117,9 +117,9 @@ def count_values(number_N: Tensor, size: int) -> Tensor:
 class Copies:
     """A map that says how N rows are copies of R rows, and in which order to sum them.
 
-    `of_N`: the original row of each copy. `in_turn_N`: the indices of the copies in another order: the first copy of
-    every row, in the order of rows, then the second ones of the rows that have one, and so on. `sizes`: how many copies
-    there are of each turn; every row has a first.
+    `of_N`: the original row of each copy. `in_turn_N`: the indices of the copies turn by turn: the first copy of every
+    row, in the order of rows, then the second copy of each row that has one, and so on. `sizes`: the number of copies
+    in each turn; every row has a first copy.
     """
 
     of_N: Tensor
@@ -128,7 +128,7 @@ class Copies:
 
 
 def runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for sorted numbers the index of the run of equal ones that each is in, and its index within the run."""
+    """Return for each of the sorted numbers the index of its run of equal numbers, and its index within the run."""
     index_N = torch.arange(len(sorted_N), device=sorted_N.device)
     begins_N = (sorted_N != sorted_N.roll(1)) | (index_N == 0)
     if not len(sorted_N):
@@ -137,7 +137,7 @@ def runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turns(of_N: Tensor) -> Tensor:
-    """Return which copy of its row each one is: 0 for the first."""
+    """Return the turn of each copy: 0 for the first copy of its row, 1 for the second, and so on."""
     order_N = of_N.argsort(stable=True)
     return torch.empty_like(of_N).scatter_(0, order_N, runs(of_N[order_N])[1])
 
@@ -243,8 +243,8 @@ def reordered(x_TD: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
 
 
 class _Reordered(torch.autograd.Function):
-    """Its backward sums the k gradients of a row in order, in float32; torch's adds them in any order and rounds each
-    time.
+    """Repeat and select rows. Backward sums the k gradients of a row in order, in float32; torch would add them in any
+    order and round each time.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Gated residual streams (hyper-connections, arXiv 2409.19606) of Qwen4-Exp: a token has n residuals, each D wide.
+"""Gated residual streams (hyper-connections, arXiv 2409.19606) of Qwen4-Exp: n residuals of width D per token.
 
-A block reads a gated mean of the normalised streams, and its output is added to each stream with a gate of its own. The
+A block reads a gated mean of the normalised streams, and its output is added to each stream with a gate per stream. The
 streams themselves are neither normalised nor mixed with each other.
 
 Shapes: T tokens, n streams, D width of one, C = n D, P rank of the mixing gates.
@@ -19,7 +19,7 @@ from .norms import upcast
 
 
 class StreamGates(NamedTuple):
-    """The parameters of a read. `inject_nC` is None at the end of the model, where nothing is added any more."""
+    """The parameters of a read. `inject_nC` is None at the end of the model, where nothing more is added."""
 
     norm_C: Tensor
     down_PC: Tensor
@@ -37,8 +37,8 @@ def grouped_rms_norm(x_TC: Tensor, weight_C: Tensor, groups: int, eps: float) ->
 def read_streams(x_TC: Tensor, mixer: StreamGates, streams: int, eps: float) -> tuple[Tensor, Tensor | None]:
     """Return what a block sees, `[T, D]`, and how much of its output goes to each stream, `[T, n]`; None at the end.
 
-    Only x is kept for backward, which computes the rest again: the norm, the gate and their product are three tensors
-    as wide as all streams, twice a layer.
+    Only x is kept for backward, which recomputes the rest: the norm, the gate and their product would be three tensors
+    as wide as all streams, twice per layer.
     """
     mixed_TD, inject_Tn = _Read.apply(x_TC, streams, eps, *mixer)
     return mixed_TD, inject_Tn

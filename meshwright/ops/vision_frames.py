@@ -1,8 +1,8 @@
 """Frames of a vision tower: images and slices of videos, as patches packed end to end (NaViT, arXiv 2307.06304).
 
-A frame of h x w patches has them in blocks of 2 x 2, block row by block row, and row by row within a block: four
-neighbours are merged into one token later. Frames do not attend to each other, just as documents do not, so varlen
-attention serves both. Shapes: P patches, E width of the tower, S entries of the position table.
+The h x w patches of a frame come in blocks of 2 x 2, block row by block row, and row by row within a block: the tower
+later merges these four neighbours into one token. Frames do not attend to each other, just as documents do not, so
+varlen attention serves both. Shapes: P patches, E width of the tower, S entries of the position table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .norms import at_least_float32
 from .rope import Rotary, rope_frequencies
 from .rows import lookup
 
-MERGED = 2  # patches of a side that are merged into one token
+MERGED = 2  # patches per side that are merged into one token
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value

@@ -1,7 +1,7 @@
 """Predict what a model does on a mesh without running it: placement, memory, collectives, step time, and refusals.
 
-Everything is computed on the meta device from the declarations that a run uses too. So a plan needs no device and no
-process, and `verify` can compare its bill with the collectives that really ran.
+Everything is computed on the meta device from the declarations that a run also uses. So a plan needs no device and no
+process group, and `verify` can compare its bill with the collectives that ran.
 """
 
 from ..provenance import origin

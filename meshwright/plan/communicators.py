@@ -1,9 +1,9 @@
 """Estimate the device memory of NCCL's communicators, which torch's allocator does not see. Gloo takes none.
 
-A rank has a communicator for each group of its collectives. NCCL takes the memory for buffers of channels: the more of
-them, the faster the links. A ring connects two neighbours, whatever the size of the group; an all-to-all connects a
-rank to every other rank of its node. Figures are of others (no mesh of ours was measured), and depend on links and
-version, so a plan shows the sum but does not let it decide whether a rank fits.
+A rank has a communicator for each group of its collectives. NCCL allocates buffers for channels, and uses more channels
+on faster links. A ring connects two neighbours, whatever the size of the group; an all-to-all connects a rank to every
+other rank of its node. The figures are published by others, not measured on our meshes, and depend on links and
+version. So a plan shows the sum but does not use it to decide whether a rank fits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from .devices import GB
 from .figures import Figures
 
-# NVIDIA/nccl#964: one of two ranks, and one of more, on A100 with NVLink.
+# NVIDIA/nccl#964: a communicator of two ranks, and one of more, on A100 with NVLink.
 _PAIR, _RING = 544 * GB // 1000, 688 * GB // 1000
-# NVIDIA/nccl#1685: the first all-to-all among eight H100 took 3.28 GB more, of 32 channels to each of the others.
+# NVIDIA/nccl#1685: the first all-to-all among eight H100 took 3.28 GB more, for 32 channels to each other GPU.
 _PEER = 3280 * GB // 1000 // 7
 _NODE = 8  # ranks of a node
 SOURCE = "as others measured on A100 and H100 (NVIDIA/nccl#964 and #1685)"
@@ -32,7 +32,7 @@ class Communicators:
 def communicators(figures: Figures) -> Communicators:
     """Count the communicators of the rank that sends most: the groups of its bill, and torch's default group.
 
-    Pipelines have a communicator for each neighbour, and no default one: theirs are made by first use.
+    A pipeline has a communicator for each neighbour, made on first use, and no default one.
     """
     axes, sender = figures.axes, figures.sender
     if axes.world == 1:

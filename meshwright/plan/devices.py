@@ -1,4 +1,4 @@
-"""Vendors' figures of devices by name: memory, links and matmul throughput, and the share of them that runs reach."""
+"""Vendors' figures of devices by name: memory, links and matmul throughput, and the share that runs reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 GB = 10**9
 
-# Memory in the vendor's round numbers. A device has some bytes more, and a driver takes some before a run begins.
+# Memory in the vendor's round numbers. A device has slightly more, and a driver takes some before a run begins.
 DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
 _SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?([kMGT])(i?)B", re.ASCII | re.IGNORECASE)  # 80GB, A100-40GB
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -23,7 +23,7 @@ PEAKS = {
 }  # fmt: skip
 
 # GB/s of a device in each direction: to the other devices of its node, and to other nodes. The second depends on the
-# network of a cluster; it is what most nodes with such devices have.
+# network of a cluster; the value here is that of most nodes with these devices.
 LINKS = {
     "H100": (450.0, 50.0), "H200": (450.0, 50.0), "B200": (900.0, 100.0), "MI300X": (448.0, 50.0),
     "A100": (300.0, 25.0), "L40S": (32.0, 25.0),
@@ -37,7 +37,7 @@ class Cluster:
     """The nodes that a step would run on, in vendors' figures. Consecutive ranks share a node.
 
     `inside`, `between`: GB/s of a rank in each direction, to the ranks of its node and to other nodes. `flops`: 10**12
-    operations per second, dense bfloat16. `source`: where these figures come from, in words.
+    operations per second, dense bfloat16. `source`: the origin of these figures, in words.
     """
 
     gpus_per_node: int = 8
@@ -99,5 +99,5 @@ def cluster_of(device: str | None, gpus_per_node: int, overrides: dict[str, floa
 
 
 def peak_of(device: str) -> float | None:
-    """Return the operations per second of a device by its name; None for an unknown one, which then has no MFU."""
+    """Return the operations per second of a device by its name; None for an unknown device, which then has no MFU."""
     return next((peak * 1e12 for name, peak in PEAKS.items() if name in device.upper()), None)

@@ -1,4 +1,4 @@
-"""The figures of a plan: what each rank stores, what a step sends, and whether it fits. No process runs.
+"""Compute the figures of a plan: memory per rank, collectives of a step, and whether it fits. No process runs.
 
 `Figures` computes each of them once and on demand. The terminal, JSON, the page and the search all read the same
 object, so they cannot disagree.
@@ -33,7 +33,7 @@ from .devices import Cluster
 
 TOKENS = 8192  # the default of --tokens: tokens per micro-batch of a data rank
 COMPUTE = torch.bfloat16  # the compute dtype; the default of `mw.load`
-ON_HOST = " on the host"  # the suffix of what an offloading rank keeps in host memory
+ON_HOST = " on the host"  # the suffix of the kinds that an offloading rank keeps in host memory
 
 
 def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:
@@ -91,7 +91,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """A model on a mesh, and everything that a plan says of it.
+    """A model on a mesh, and every figure of its plan.
 
     `device`: the bytes of a device; None if none was named, and then nothing says whether a rank fits. `optimizer`: as
     `mw.Engine` takes it. `cluster`: the devices and links for estimates of time; None if nothing is to be timed.
@@ -108,13 +108,13 @@ class Figures:
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
-        """Decide `hold` of the pipeline where it is open, with the function that `mw.load` calls."""
-        # A device of unknown size has 0 bytes: then hold=True is chosen only where the schedule needs it.
+        """Decide `hold` of the pipeline if the user left it open, with the function that `mw.load` calls."""
+        # A device of unknown size counts as 0 bytes, so hold=True is chosen only where the schedule needs it.
         blueprint = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", blueprint)
         work = replace(self.work, numbers={**dict.fromkeys(self.gathered_in_fp8, FP8), **self.codings})
-        if self.has_frozen and not work.frozen:  # a loaded model has counted before it was sharded
-            # With adapters gradients begin in the middle of a layer, and on one rank of the pipeline only.
+        if self.has_frozen and not work.frozen:  # a loaded model was counted before it was sharded
+            # With adapters, gradients begin in the middle of a layer, and on only one rank of the pipeline.
             if next(blueprint.module.parameters()).is_meta:
                 blueprint.mark(self.trained)
             frozen = frozenset(blueprint.table.params) - self.trained
@@ -170,12 +170,13 @@ class Figures:
 
     @property
     def has_frozen(self) -> bool:
-        """Return whether parameters are frozen: the base of adapters, a table of n-grams, what has no gradient."""
+        """Return whether parameters are frozen: the base of adapters, an n-gram table, or parameters without a
+        gradient."""
         return len(self.trained) < len(self.blueprint.table.params)
 
     @cached_property
     def frozen_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype in which the values of each frozen parameter are stored: that of its files."""
+        """Return the dtype in which the values of each frozen parameter are stored: the dtype of its files."""
         if not self.has_frozen:
             return {}
         dtypes = self.blueprint.stored_dtypes(COMPUTE, self.trained)
@@ -183,16 +184,16 @@ class Figures:
 
     @cached_property
     def codings(self) -> dict[str, Coding]:
-        """Return how the frozen matrices are stored that are stored in 8 or 4 bits."""
+        """Return the codings of the frozen matrices that are stored in 8 or 4 bits."""
         return self.blueprint.codings(self.trained, self.axes) if self.has_frozen else {}
 
     def stored_form(self, name: str) -> torch.dtype | Coding:
-        """Return how a parameter is stored: in float32 if it is trained."""
+        """Return the dtype or coding in which a parameter is stored: float32 if it is trained."""
         return self.codings.get(name) or self.frozen_dtypes.get(name, stored_dtype(COMPUTE))
 
     @property
     def left_wide(self) -> list[str]:
-        """Return the frozen matrices that are stored as values though others of their kind are in 4 bits."""
+        """Return the frozen matrices that are stored as values although other frozen matrices are in 4 bits."""
         return self.blueprint.left_wide(self.trained, self.axes) if self.has_frozen else []
 
     @cached_property
@@ -225,7 +226,7 @@ class Figures:
 
     @cached_property
     def extremes(self) -> list[int]:
-        """Return the few ranks among which are those that store most and least, so that no plan visits every rank."""
+        """Return a few ranks that include those that store most and least, so that no plan visits every rank."""
         return extreme_ranks(self.blueprint.spec, self.axes)
 
     @cached_property
@@ -244,7 +245,7 @@ class Figures:
     def gradients(self) -> int:
         """Return the bytes of all gradients on the device of the rank that stores most.
 
-        At its peak fewer may exist: in the first micro-batch gradients appear while activations are freed.
+        At the peak fewer may exist: in the first micro-batch gradients appear while activations are freed.
         """
         every = replace(self.need, passing=None).stored(self.most.rank)
         return sum(each.num_bytes for each in every if each.what == GRADIENTS and not each.host)
@@ -256,7 +257,7 @@ class Figures:
 
     @cached_property
     def choices(self) -> list[str]:
-        """List options that would make a plan fit that does not, each on its own."""
+        """List options, each of which alone would make the plan fit."""
         assert self.device is not None
         return choices(self.need, _memory(self.device))
 

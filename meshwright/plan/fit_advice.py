@@ -1,6 +1,6 @@
-"""Say whether a plan fits, and what would: first another mesh of the same number of ranks, then options or more ranks.
+"""Say whether a plan fits, and suggest what would: another mesh with as many ranks, then options or more ranks.
 
-Every suggestion is computed by the same figures as the plan itself, so what is advised does fit.
+Every suggestion is computed with the same figures as the plan itself, so it does fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mesh_checks import as_option, objections
 from .search import LEAST_TOKENS, Candidate, Search, SearchRequest, Size
 from .wording import name_of, nominal, not_counted, size
 
-_SEARCH_SECONDS = 12.0  # CPU seconds for the search of another mesh: less than for `--search`, which a user waits for
+_SEARCH_SECONDS = 12.0  # CPU seconds of the search for another mesh: fewer than for `--search`, which a user requests
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def verdict(figures: Figures) -> Verdict:
     return Verdict(False, f"does not fit {nominal(device)}", f"{over} To fit, {advice(figures)}.")
 
 
-@cache  # terminal, page and JSON each need it, and a search takes seconds; figures are equal to themselves alone
+@cache  # terminal, page and JSON each need it, and a search takes seconds; figures equal only themselves
 def advice(figures: Figures) -> str:
     """Return what would fit, as the end of a sentence."""
     options = [*_other_meshes(figures), *figures.choices] or helps(figures)
@@ -65,7 +65,7 @@ def _search(figures: Figures) -> list[Candidate]:
     work, pipeline = figures.work, figures.blueprint.recipe.pipeline
     step = work.tokens * work.num_batches * figures.axes.num_data_ranks
     of_step = Size(figures.axes.world, figures.cluster.gpus_per_node, work.tokens, step)
-    # Recompute what the user recomputes, or more: less would take more memory than the plan that does not fit.
+    # Recompute as much as the user, or more: less would take more memory than the plan that does not fit.
     kinds = RECOMPUTE[RECOMPUTE.index(figures.memory.recompute) :]
     request = SearchRequest(figures.model, of_step, "", figures.device, figures.cluster, kinds, figures.optimizer, 1)
     # `ends` belongs to one pipeline length, and `hold` was decided for this mesh.
@@ -74,7 +74,7 @@ def _search(figures: Figures) -> list[Candidate]:
 
 
 def options_of(candidate: Candidate) -> str:
-    """Spell what a search has chosen as options of `meshwright plan`."""
+    """Spell the choices of a search as options of `meshwright plan`."""
     figures = candidate.figures
     hold = {True: " --hold", False: " --no-hold", None: ""}[candidate.chosen_hold]
     recompute = figures.memory.recompute
@@ -85,7 +85,7 @@ def options_of(candidate: Candidate) -> str:
 
 
 def helps(figures: Figures) -> list[str]:
-    """List options that make the plan fit, each on its own: of each kind the smallest change that is enough."""
+    """List options that each make the plan fit: for each kind, the smallest change that is enough."""
     kinds = (_fewer_tokens(figures), _narrower_state(figures))
     first = (next((option for option, changed in kind if changed.fits), None) for kind in kinds)
     return [option for option in first if option is not None]
@@ -105,6 +105,6 @@ def _narrower_state(figures: Figures) -> Iterator[tuple[str, Figures]]:
     dtypes = (torch.float32, torch.bfloat16, *([torch.uint8] if figures.optimizer.codes else []))
     for dtype in dtypes[dtypes.index(figures.optimizer.state_dtype or torch.float32) + 1 :]:
         optimizer = replace(figures.optimizer, state_dtype=dtype)
-        # 8-bit state is quantised in blocks, which a mesh may cut: such a mesh is refused with it.
+        # 8-bit state is quantised in blocks, so a mesh that cuts blocks is refused.
         if not objections(figures.blueprint, asdict(figures.axes), figures.work.num_batches, optimizer):
             yield f"--state-dtype {name_of(dtype)}", replace(figures, optimizer=optimizer)

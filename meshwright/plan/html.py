@@ -1,4 +1,4 @@
-"""Elements of the HTML pages of `plan`, `verify` and `report`.
+"""Build the elements of the HTML pages of `plan`, `verify` and `report`.
 
 All text is escaped. A page is self-contained: one file that can be mailed or archived, without a request to anywhere.
 """
@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from .wording import size, span
 
 _STYLE = Path(__file__).with_name("style.css")
-_LONG = 24  # characters: a longer word may not fit a narrow column in one piece
+_LONG = 24  # characters: a longer word may not fit into a narrow column
 # Options and exponents (--html, 1e-09): a browser would break both at the hyphen.
 _UNBROKEN = re.compile(r"(?<![\w-])--[a-z][\w-]*|\d[\d.]*e-\d+")
 
@@ -48,7 +48,7 @@ def wrap(name: str, *inner: str, kind: str = "", title: str = "", style: str = "
 
 
 def bytes_cell(num_bytes: int, kind: str = "number") -> Cell:
-    """Return a cell with a size that people read; the exact number is its tooltip."""
+    """Return a cell with a rounded size; the exact number is its tooltip."""
     return Cell(size(num_bytes), kind, title=f"{num_bytes:,} bytes")
 
 
@@ -80,7 +80,7 @@ def _as_cell(value: object) -> Cell:
 
 
 def _td(cell: Cell, label: str) -> str:
-    """Return the HTML of a cell. Where rows are stacked, CSS shows `label`, the name of the column, beside it."""
+    """Return the HTML of a cell. Where rows are stacked, CSS shows `label`, the name of the column, next to it."""
     title = f' title="{escape(cell.title)}"' if cell.title else ""
     kind = f' class="{escape(cell.kind)}"' if cell.kind else ""
     note = wrap("small", flowing(cell.note)) if cell.note else ""
@@ -100,7 +100,7 @@ def _word(text: str) -> str:
 
 
 def _coded(html: str) -> str:
-    """Show what stands in backticks as code."""
+    """Show text in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html)
 
 
@@ -137,7 +137,7 @@ def page(title: str, origin: Mapping[str, str], *sections: Iterable[str], style:
 
 
 def _footer(origin: Mapping[str, str]) -> str:
-    """Name the versions, the date and the command, so that the page can be made again."""
+    """Name the versions, the date and the command, so that a reader can reproduce the page."""
     packages = ", ".join(f"{name} {text}" for name, text in origin.items() if name not in ("command", "date", "seed"))
     seed = f", seed {origin['seed']}" if "seed" in origin else ""
     made = f"Made on {origin['date']}{seed} with {packages}, by the command"

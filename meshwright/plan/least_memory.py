@@ -1,4 +1,4 @@
-"""A lower bound on the memory of a mesh, in microseconds: a search drops what cannot fit before it simulates a mesh.
+"""Compute a lower bound on the memory of a mesh in microseconds, so that a search can drop meshes before simulation.
 
 The bound must never exceed what `Figures` computes in full, or a search would drop meshes that fit. So every
 part is divided by as many ranks as could share it at best.
@@ -57,12 +57,12 @@ class LeastMemory:
         return sum(param.numel for param in self._trained) - self._expert_elements
 
     def num_bytes(self, axes: Axes, num_batches: int, memory: MemoryOptions, *, holds: bool) -> float:
-        """Return what the rank that stores most needs on its device at least. `holds`: its pipeline keeps parameters
-        gathered and gradients unreduced for the whole step."""
+        """Return the least device bytes of the rank that stores most. `holds`: its pipeline keeps parameters gathered
+        and gradients unreduced for the whole step."""
         elements = 0.0 if memory.offload else self.elements(axes)
         under_way, gradients = min(axes.pp, num_batches), 4 * elements
-        # The first micro-batch of a step meets no gradients: they appear as it goes backward. So the peak has
-        # two candidates: all micro-batches under way without gradients, or one fewer with all of them.
+        # At the first micro-batch of a step there are no gradients: they appear in its backward. So the peak has two
+        # candidates: all micro-batches under way without gradients, or one fewer with all gradients.
         moments = [self._passing(axes, memory, under_way), gradients + self._passing(axes, memory, under_way - 1)]
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, memory, under_way))
@@ -71,7 +71,7 @@ class LeastMemory:
         return (4 + self.state_bytes) * elements + frozen + held + max(moments)  # 4: float32 masters
 
     def elements(self, axes: Axes) -> float:
-        """Return how many trained elements the rank that stores most has at least."""
+        """Return the least number of trained elements of the rank that stores most."""
         return (self._dense_elements + self._expert_elements) / axes.world * axes.replicate
 
     def _held(self, axes: Axes) -> float:
@@ -84,7 +84,8 @@ class LeastMemory:
     def _passing(self, axes: Axes, memory: MemoryOptions, under_way: int) -> float:
         """Return the activations of the first rank of pp, while backward recomputes one of its layers.
 
-        With 1F1B the first rank keeps the most micro-batches, since a micro-batch is long on its way from it and back.
+        With 1F1B the first rank keeps the most micro-batches, since a micro-batch takes longest from there to the last
+        rank and back.
         """
         if not under_way:
             return 0.0

@@ -1,7 +1,7 @@
-"""Refuse meshes that a model or this machine cannot have, before any process starts.
+"""Refuse meshes that do not fit a model or this machine, before any process starts.
 
-`plan`, `verify` and `train` share these checks. They call the functions that a run calls, and catch what those raise,
-so a plan refuses exactly what a run refuses. Unlike a run, they list everything that is wrong, with sizes that work.
+`plan`, `verify` and `train` share these checks. They call the functions that a run calls, and catch their errors, so a
+plan refuses exactly what a run refuses. Unlike a run, they list everything that is wrong, with sizes that work.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..optim import AdamW, Optimizer, check_blocks
 from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, hops, place, program_of
 
 RANKS_A_CORE = 16  # processes per CPU core, above which a run would take hours
-PROCESS_BYTES = 64 << 20  # of a forked rank without a model
+PROCESS_BYTES = 64 << 20  # memory of a forked rank without a model
 
 
 def check_devices(axes: Axes, device: str, model: str = "MODEL", ranks_per_device: int = 1) -> None:
-    """Refuse a mesh with more ranks than this machine's devices may have, or than its CPU cores can serve."""
+    """Refuse a mesh with more ranks than this machine's devices allow, or than its CPU cores can serve."""
     try:
         wanted, cores = torch.device(device), os.cpu_count() or 1
     except RuntimeError as error:
@@ -50,7 +50,7 @@ def check_devices(axes: Axes, device: str, model: str = "MODEL", ranks_per_devic
 
 
 def _check_accelerators(axes: Axes, wanted: torch.device, ranks_per_device: int) -> None:
-    """Refuse more ranks than the devices of this machine may have, each `ranks_per_device`; "cuda:0" is one device."""
+    """Refuse more ranks than `ranks_per_device` for each device of this machine; "cuda:0" is one device."""
     has = torch.accelerator.device_count()
     is_one = wanted != torch.device(wanted.type)
     num, needed = min(1, has) if is_one else has, -(-axes.world // ranks_per_device)
@@ -82,7 +82,8 @@ def smaller(axes: Axes) -> Axes:
     Each size is replaced by one of its prime factors, so it divides every dim that the original size divides.
     """
     sizes = asdict(axes)
-    # Not every product is a mesh: ep must divide the ranks of a replica. Of equal ones the smaller ep is taken.
+    # Not every product is a mesh: ep must divide the ranks of a replica. Among meshes of equal size the smaller ep is
+    # taken.
     meshes = (dict(zip(sizes, chosen, strict=True)) for chosen in product(*map(_primes, sizes.values())))
     fit = [Axes(**at) for at in meshes if at["fsdp"] * at["cp"] * at["tp"] % at["ep"] == 0]
     return min(fit, key=lambda a: (a.world, a.ep))
@@ -115,7 +116,7 @@ def check_layout(
 
 
 def reasons(refused: Sequence[str]) -> str:
-    """Return the text of an error: one reason as it is, several as a list."""
+    """Return the text of an error: one reason unchanged, several as a list."""
     if len(refused) == 1:
         return refused[0]
     return "\n  - ".join([f"the mesh is impossible, for {len(refused)} reasons:", *refused])
@@ -131,8 +132,8 @@ def objections(
     wanted = {**asdict(Axes()), **sizes}
     if min(wanted.values()) < 1:
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in wanted.items() if size < 1]
-    # Only tp and ep split dims. On this mesh ep always divides the ranks, so dims are checked even if the mesh that
-    # the user wants is impossible in itself.
+    # Only tp and ep split dims. On this mesh ep always divides the ranks, so dims are checked even if the requested
+    # mesh is impossible.
     cuts = Axes(fsdp=wanted["ep"], tp=wanted["tp"], ep=wanted["ep"])
     refused = [*_check_mesh(wanted, blueprint.recipe.memory.token_once), *_check_dims(blueprint, cuts)]
     tp_and_cp = Axes(tp=wanted["tp"], cp=wanted["cp"])
@@ -141,12 +142,12 @@ def objections(
     check_frozen = partial(_check_frozen, blueprint)
     checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, check_state, check_frozen)
     later = (*_check_params(blueprint, cuts), *(each for c in checks for each in _caught(c, blueprint, tp_and_cp)))
-    # The later checks would only repeat in other words that a dim does not divide.
+    # The later checks would only repeat that a dim does not divide.
     return [*refused, *(() if refused else later), *_check_stages(blueprint, wanted["pp"], num_batches)]
 
 
 def _check_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
-    """Yield why the sizes make no mesh at all, whatever the model."""
+    """Yield the reasons why the sizes are not a mesh for any model."""
     try:
         axes = Axes(**sizes)
         hops("", axes.ep, axes, token_once)  # refuses nodes that do not divide ep
@@ -179,7 +180,7 @@ def _check_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
 
 
 def _splits(rules: Rules, dims: Mapping[str, int], axis: str, parts: int) -> bool:
-    """Return whether the rules accept an axis of this size, so that no advice is refused in its turn."""
+    """Return whether the rules accept an axis of this size, so that a suggested size is never refused."""
     try:
         rules.split_to_all(dims, Axes(fsdp=parts, ep=parts) if axis == "ep" else Axes(**{axis: parts}), "")
     except LayoutError:
@@ -188,7 +189,7 @@ def _splits(rules: Rules, dims: Mapping[str, int], axis: str, parts: int) -> boo
 
 
 def _check_params(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
-    """Yield what else the placement of parameters refuses.
+    """Yield all other refusals of the placement of parameters.
 
     The last rank has the smallest parts: if any rank is left without a part, it is.
     """
@@ -215,11 +216,11 @@ def _caught(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, a
 
 
 def _check_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
-    """Yield why the layers or the micro-batches do not fit the stages of the pipeline."""
+    """Yield the reasons why layers or micro-batches do not fit the stages of the pipeline."""
     if pp == 1:
         return
     pipeline = blueprint.recipe.pipeline
-    # The same calls that a run makes at load and at its first step, which raise what it would raise.
+    # A run makes the same calls at load and at its first step, and they would raise the same errors.
     try:
         blueprint.recipe.check_schedule()
         line = blueprint.spec.line(pp)

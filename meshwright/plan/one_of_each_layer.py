@@ -1,6 +1,6 @@
-"""A quick estimate of a mesh, in about a millisecond: the bill of one layer of each kind, times their numbers.
+"""Estimate a step on a mesh in about a millisecond: the bill of one layer of each kind, times the number of layers.
 
-A search orders all its meshes by it, and costs only the fastest in full.
+A search orders its meshes by this estimate, and costs only the fastest in full.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "v": 1 / 3}
 
 @dataclass(frozen=True, eq=False)
 class OneOfEachLayer:
-    """A model reduced to one layer of each kind. `num`: how many layers of the whole model each of these stands for."""
+    """A model reduced to one layer of each kind. `num`: the number of layers of the whole model that each one
+    represents."""
 
     whole: Blueprint
     blueprint: Blueprint
@@ -39,8 +40,8 @@ class OneOfEachLayer:
         return flops_of(self.whole, self.whole.table.params.keys())
 
     def with_memory(self, memory: MemoryOptions) -> Blueprint:
-        """Return the reduced model with these options and without a pipeline. Each is made once, since a blueprint
-        remembers its FSDP units."""
+        """Return the reduced model with these options and without a pipeline. Each blueprint is made once, since it
+        caches its FSDP units."""
         if memory not in self._by_options:
             self._by_options[memory] = self.blueprint.with_options(pipeline=Pipeline(), memory=memory)
         return self._by_options[memory]
@@ -75,7 +76,7 @@ def one_of_each_layer(blueprint: Blueprint) -> OneOfEachLayer:
 
 
 def hold_options(memory: MemoryOptions) -> MemoryOptions:
-    """Return options that gather parameters and reduce gradients once a step, as a pipeline with `hold` does.
+    """Return options that gather parameters and reduce gradients once per step, like a pipeline with `hold`.
 
     `MemoryOptions` refuses these two together with `narrow_grads` and `offload`.
     """
@@ -85,8 +86,8 @@ def hold_options(memory: MemoryOptions) -> MemoryOptions:
 def quick_estimate(model: OneOfEachLayer, axes: Axes, work: Work, memory: MemoryOptions, cluster: Cluster) -> Estimate:
     """Estimate the time of a step from the charges of one layer of each kind.
 
-    The reduced model must be marked for these options (`parallel.mark`): the bill reads from its doors which of them
-    recomputation passes again.
+    The reduced model must be marked for these options (`parallel.mark`): its doors tell the bill which of them
+    recompute passes again.
     """
     # The bill of one pipeline stage, as if the mesh had no pp; layers then count by their share on a coordinate of pp.
     blueprint, of_a_stage = model.with_memory(memory), replace(axes, pp=1)
@@ -94,7 +95,7 @@ def quick_estimate(model: OneOfEachLayer, axes: Axes, work: Work, memory: Memory
     share = -(-layers // axes.pp) / layers
 
     def times(charge: Charge) -> float:
-        """Return how many layers a charge stands for; embedding, head and step-wide collectives for themselves."""
+        """Return how many layers a charge represents; 1 for embedding, head and step-wide collectives."""
         name = part_of(charge.what)
         return model.num[int(name.split(".")[1])] * share if name.startswith("layers.") else 1.0
 
@@ -117,8 +118,9 @@ def _transfers(model: OneOfEachLayer, axes: Axes, work: Work) -> list[Charge]:
 def _bubble(model: OneOfEachLayer, pp: int, num_batches: int) -> float:
     """Return the share of a step in which an average rank waits.
 
-    With pp stages a step takes as long as m + pp - 1 micro-batches (arXiv:2104.04473), less with several stages a rank
-    or split backwards. The most expensive coordinate sets the pace, so uneven stages make the others wait too.
+    With pp stages a step takes as long as m + pp - 1 micro-batches (arXiv:2104.04473), less with several stages per
+    rank or split backwards. The most expensive coordinate sets the pace, so with uneven stages all other coordinates
+    wait too.
     """
     if pp == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""The page of a plan (`--html`): the verdict, the memory of a rank, the mesh, the collectives, the parameters.
+"""Build the page of a plan (`--html`): the verdict, the memory of a rank, the mesh, the collectives, the parameters.
 
 `verify --html` puts the same sections below its findings. Everything is computed on the meta device, for the model in
 its real sizes. Identical layers share a line.
@@ -70,8 +70,8 @@ def verdict_box(text: str, ok: bool | None, *more: str) -> str:
 def plan_of(figures: Figures) -> Iterator[str]:
     """Yield the sections of a plan below its verdict.
 
-    The order follows the questions of a reader: does it fit, what fills the memory, who talks to whom, how much, how
-    long. Long tables are closed.
+    The order follows the questions of a reader: does it fit, what fills the memory, which ranks communicate, how much,
+    how long. Long tables are collapsed.
     """
     yield _tiles(figures)
     yield from (tag("p", note, "note") for note in notes(figures))
@@ -107,7 +107,7 @@ def _tiles(figures: Figures) -> str:
 
 def _memory(figures: Figures) -> str:
     """Return the memory of the ranks that store most and least: bars, and a table by kind."""
-    # All bars have one scale: the device if everything fits, else the rank that stores most.
+    # All bars share one scale: the device if everything fits, else the rank that stores most.
     memories, whole = figures.memories, max(figures.most.num_bytes, figures.device or 0)
     equal = len(memories) == 1
     text = "Every rank stores the same amount." if equal else (
@@ -144,7 +144,7 @@ def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
 
 
 def _traffic(figures: Figures) -> str:
-    """Return the collectives by axes and operation, with bars as long as they take, and all charges to open."""
+    """Return the collectives by axes and operation, with bars for their time, and a collapsed table of all charges."""
     rows, title = figures.traffic, "The collectives of a step"
     if not rows:
         return section(title, tag("p", "None: this is one process."))
@@ -184,7 +184,8 @@ def _axes_lines(figures: Figures, rows: list[Traffic], most: float) -> Iterator[
 
 
 def _bytes_of_one(line: ChargeLine) -> Cell:
-    """Return the bytes of one collective. If the router decides them: their expectation, with bounds as the tooltip."""
+    """Return the bytes of one collective. If the router decides the bytes: their expectation, with bounds as the
+    tooltip."""
     if line.between is None:
         return bytes_cell(line.one_bytes)
     least, most = line.between
@@ -264,7 +265,7 @@ def _parameter(line: ParameterLine) -> list[Cell]:
 
 
 def _ranks(figures: Figures) -> str:
-    """Return a closed table with the coordinates of the first ranks."""
+    """Return a collapsed table with the coordinates of the first ranks."""
     axes, live = figures.axes, figures.live
     if not live:
         return ""

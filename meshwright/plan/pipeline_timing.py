@@ -1,7 +1,7 @@
-"""The pipeline of a plan: the layers of each coordinate on pp, their cost, and the timetable with its bubble.
+"""Time the pipeline of a plan: the layers of each coordinate on pp, their cost, and the timetable with its bubble.
 
-The unit of time is the forward of an average stage. A backward takes two units, each of its halves one. A stage costs
-in proportion to the parameters that a token is multiplied with. Attention over tokens and transfers take no time.
+The unit of time is the forward of an average stage. A backward takes two units, one for each half. A stage costs in
+proportion to the parameters that a token is multiplied with. Attention over tokens and transfers take no time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PlaceLine:
     """A coordinate on pp. Its ranks hold the same stages and work at the same time.
 
     `idle`: the share of a step in which they wait. `most_kept`: the peak number of pairs of stage and micro-batch whose
-    activations are kept. `num_bytes`: the bytes of its first rank; none of the others stores more.
+    activations are kept. `num_bytes`: the bytes of its first rank; no other rank of the coordinate stores more.
     """
 
     place: int
@@ -49,7 +49,7 @@ class PlaceLine:
     num_bytes: int
 
 
-@cache  # terminal, page, JSON and the estimate of a step all need it; figures are equal to themselves alone
+@cache  # terminal, page, JSON and the estimate of a step all need it; figures equal only themselves
 def timetable(figures: Figures) -> Timetable:
     """Return when each action of the schedule runs."""
     shares = _shares(figures)

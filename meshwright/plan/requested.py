@@ -21,7 +21,7 @@ _AXES = tuple(asdict(Axes()))
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Parse `--mesh`: `fsdp=2,tp=2`, separated by commas or spaces. Axes that it does not name are left out."""
+    """Parse `--mesh`: `fsdp=2,tp=2`, separated by commas or spaces. Axes without a size are left out."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
@@ -50,7 +50,7 @@ def search_request(options: Mapping[str, Any]) -> SearchRequest:
     """Return the request of `--search`. Refuse options that a search chooses itself."""
     if not options["device"]:
         raise ConfigError("--search needs a --device, such as H100 or 80GB, to know what fits")
-    # Silently ignoring one of these would answer another question than the user's.
+    # To ignore one of these silently would answer a different question than the user's.
     instead = {"mesh": "tries all of them", "micro_batches": "uses as many as --global-tokens needs",
                "html": "writes no page; use it with the --mesh that a search prints",
                "ends": "tries pipelines of several lengths"}  # fmt: skip
@@ -59,7 +59,7 @@ def search_request(options: Mapping[str, Any]) -> SearchRequest:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --search, which {why}")
     num, tokens = options["search"], options["tokens"] or TOKENS
     size = Size(num, options["gpus_per_node"], tokens, options["global_tokens"] or num * tokens)
-    # With --recompute every mesh uses that mode; without it a search recomputes as much as a mesh needs.
+    # With --recompute every mesh uses that mode; without it a search picks the mode that each mesh needs.
     kinds = RECOMPUTE if options["recompute"] is None else (options["recompute"],)
     return SearchRequest(
         options["model"], size, options["device"], device_bytes(options["device"]), cluster_in(options), kinds,
@@ -68,7 +68,7 @@ def search_request(options: Mapping[str, Any]) -> SearchRequest:
 
 
 def _words_to_repeat(words: list[str]) -> Iterator[str]:
-    """Yield the words of the command that hold for each mesh of its search too. A search prints them with its choices.
+    """Yield the words of the command that apply to every mesh of the search. A search prints them with its choices.
 
     argparse accepts abbreviated options (`--sea` for `--search`), so a prefix counts as the option.
     """

@@ -27,7 +27,7 @@ from ..weights import (
 
 Say = Callable[[str], None]  # prints a line of progress
 
-# Odd sizes on purpose: cuts of unequal size and shards of nothing show bugs that powers of two hide.
+# Sizes are odd on purpose: uneven cuts and empty shards show bugs that powers of two hide.
 
 _COMMON = {
     "vocab_size": 131, "hidden_size": 37, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 12,
@@ -44,7 +44,7 @@ _HYBRID = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
-# For a user who has no model at hand.
+# Built-in models, for a user without a model at hand.
 TINY: dict[str, dict[str, Any]] = {
     "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 72},  # heads divide it
     "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
@@ -70,7 +70,7 @@ def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
     Without `weights`, only the small files of a hub model are downloaded: its config and its index.
     """
     if recipe.lora is not None:
-        recipe = replace(recipe, lora=peft_files.recipe_of(recipe.lora))  # of the files that it names, if any
+        recipe = replace(recipe, lora=peft_files.recipe_of(recipe.lora))  # those of its adapter files, if any
     if model in TINY:
         if weights:
             raise ConfigError(f"{model} has no trained weights; name a directory or a hub id")
@@ -92,7 +92,7 @@ def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
 
 
 def _of_config_alone(path: Path, recipe: Recipe, weights: bool) -> Blueprint:
-    """Return the blueprint of a config under another name than config.json. No weights belong to it, whatever is in its
+    """Return the blueprint of a config under another name than config.json. It has no weights, whatever else is in its
     directory."""
     if not exists(path, Path.is_file):
         raise ConfigError(f"{path} does not exist; name a config (*.json), or a directory with a {CONFIG}")
@@ -108,7 +108,7 @@ def _of_config_alone(path: Path, recipe: Recipe, weights: bool) -> Blueprint:
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
     """Return the directory of a model, and whether it comes from the hub. Download only what is needed."""
     at = path_of(model)
-    if at.name == CONFIG:  # its directory is meant
+    if at.name == CONFIG:  # a config.json stands for its directory
         if not exists(at, Path.is_file):
             raise ConfigError(f"{model} does not exist; name a directory with a {CONFIG}")
         at = at.parent

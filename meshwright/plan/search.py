@@ -1,9 +1,9 @@
 """Search the fastest meshes of N ranks on which a model fits.
 
-More than a thousand meshes may be possible, too many to simulate the memory of each. So a search has three steps: drop
-meshes that exceed the device by a lower bound (`least_memory`), order the others by a quick estimate
-(`one_of_each_layer`), and cost the fastest in full (`Figures`) until enough of them fit. It ends within a CPU minute,
-whether anything fits or not.
+More than a thousand meshes may be possible, too many for a memory simulation of each. So a search has three steps: drop
+meshes whose lower bound exceeds the device (`least_memory`), order the rest by a quick estimate (`one_of_each_layer`),
+and cost the fastest in full (`Figures`) until enough of them fit. It ends within a CPU minute, whether anything fits or
+not.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _SPARE = 3  # candidates beyond those that are printed, since the quick estimate
 _STOP = 28.0  # CPU seconds since a search began, after which it costs no more meshes
 _STOP_OFFLOADED = 38.0  # the same with --offload, which is tried if nothing fits without it
 _STOP_NEAREST = 45.0  # the same for the nearest mesh, if nothing fits at all
-_QUICK_SHARE = 0.2  # of the work, for the percentage of progress
+_QUICK_SHARE = 0.2  # share of quick estimates in the percentage of progress
 _NEAREST = 8  # how many meshes are costed to find the nearest one
 
 
 @dataclass(frozen=True)
 class SearchRequest:
     """The options of a search. `device_name`: the text of `--device`. `recompute`: the modes that may be tried, the
-    fastest first. `words`: the command without the options that a search chooses, to print it again with them."""
+    fastest first. `words`: the command without the options that a search chooses, to print it again with the
+    choices."""
 
     model: str
     size: Size
@@ -58,8 +59,8 @@ class SearchRequest:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A mesh with its options, costed in full. `chosen_hold`: the `hold` that the search chose where the user left it
-    open; None if it was not open."""
+    """A mesh with its options, costed in full. `chosen_hold`: the `hold` that the search chose if the user left it
+    open; else None."""
 
     figures: Figures
     chosen_hold: bool | None = None
@@ -133,7 +134,7 @@ class Search:
             self._cost_fastest(self._may_fit(meshes, offloaded), offloaded, _STOP_OFFLOADED)
             best = self._fastest()
         nearest = None if best else self._nearest(meshes)
-        # It may fit after all, if time ran out among faster meshes that did not.
+        # It may fit after all, if time ran out among faster meshes that did not fit.
         if nearest is not None and nearest.figures.fits:
             best, nearest = [nearest], None
         num_too_large = len(meshes) - len(self._may_fit(meshes, memory))
@@ -172,7 +173,7 @@ class Search:
 
     @property
     def _once(self) -> bool:
-        """Return whether the user keeps parameters gathered or gradients unreduced, which `offload` cannot be with."""
+        """Return whether the user keeps parameters gathered or gradients unreduced, which excludes `offload`."""
         return self.blueprint.recipe.memory.gather_once or self.blueprint.recipe.memory.sum_once
 
     def _no_mesh(self) -> str:
@@ -220,7 +221,7 @@ class Search:
     def _variants(self, cut: Cut, memory: MemoryOptions) -> list[Variant]:
         """List the variants of a mesh from the fastest to the one with the least memory.
 
-        Those that cannot fit are left out, except the last: it says how far the mesh is from fitting.
+        Variants that cannot fit are left out, except the last: it shows how far the mesh is from fitting.
         """
         pipeline = self.blueprint.recipe.pipeline
         is_open = cut.axes.pp > 1 and pipeline.hold is None and pipeline.schedule not in LATE
@@ -270,7 +271,8 @@ class Search:
     def _nearest(self, meshes: Sequence[Cut]) -> Candidate:
         """Return the mesh that exceeds the device by least, with every option that saves memory.
 
-        Only those that shard the model into the smallest parts are costed; of equal ones those with the most tp and pp.
+        Only meshes that shard the model into the smallest parts are costed; among equal ones, those with the most tp
+        and pp.
         """
         most = replace(self.blueprint.recipe.memory, recompute=self.request.recompute[-1], offload=not self._once)
         smallest = sorted(meshes, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
@@ -282,7 +284,7 @@ class Search:
         return first
 
     def _report_progress(self, done: float) -> None:
-        """Print a line every few seconds: the share that is done, which never falls, and the best mesh so far."""
+        """Print a line every few seconds: the share of finished work, which never falls, and the best mesh so far."""
         self.done = max(self.done, min(done, 1.0))
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
@@ -315,8 +317,8 @@ def _drop_slow_replicas(estimated: Sequence[_Estimated]) -> list[_Estimated]:
     return [each for group in groups.values() for each in group]
 
 
-MOST_NODES = 4  # of a replica, unless it is the only one: over more nodes all-gathers take about as long as over all
-LEAST_TOKENS = 1024  # per rank of cp: with fewer, its collectives cost more than they save
+MOST_NODES = 4  # nodes of a replica, unless it is the only one: over more, all-gathers take about as long as over all
+LEAST_TOKENS = 1024  # per cp rank: with fewer, the collectives of cp cost more than they save
 
 
 @dataclass(frozen=True)
@@ -341,9 +343,9 @@ class Cut:
 def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
     """List the meshes that are worth trying.
 
-    tp stays within a node, since its collectives are exposed in every layer. cp leaves a rank enough tokens. Several
-    replicas have one node or a few each: with more than one in a node, gradients would cross nodes all the same.
-    A pipeline has at least as many micro-batches as coordinates on pp, or the bubble would reach half of a step.
+    tp stays within a node, since its collectives are exposed in every layer. cp leaves a rank enough tokens. Each of
+    several replicas has one node or a few: with two or more replicas per node, gradients would still cross nodes. A
+    pipeline has at least as many micro-batches as coordinates on pp, or the bubble would reach half of a step.
     """
     if size.global_tokens % size.tokens:
         raise ConfigError(
@@ -356,7 +358,8 @@ def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
 def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
     """Return a function that checks whether the model allows some sizes of axes, and caches the answers.
 
-    Axes are checked in small groups, since each restricts only few others: far fewer checks than meshes.
+    Axes are checked in small groups, since each axis restricts only a few other axes. That takes far fewer checks than
+    there are meshes.
     """
     # The options of `ContextParallel` belong to cp, and a mesh without cp would be refused with them.
     plain = blueprint.with_options(context=ContextParallel())
@@ -369,7 +372,7 @@ def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
 
 
 def _cuts(size: Size, allowed: Callable[..., bool], num_experts: int) -> Iterator[Cut]:
-    """Yield the meshes, axis by axis from the outermost: pp, tp, cp, and what they leave to data ranks."""
+    """Yield the meshes, axis by axis from the outermost: pp, tp, cp, and then the data ranks."""
     places = [pp for pp in divisors(size.num_ranks) if pp == 1 or allowed(pp=pp)]
     tps = [tp for tp in divisors(min(size.num_ranks, size.gpus_per_node)) if size.num_ranks % tp == 0]
     streams = size.global_tokens // size.tokens
@@ -392,7 +395,7 @@ def _cps(num: int, tp: int, size: Size, allowed: Callable[..., bool]) -> Iterato
 
 def _keeps_busy(pp: int, num_batches: int, allowed: Callable[..., bool]) -> bool:
     """Return whether a pipeline has enough micro-batches, and a number that its schedule takes."""
-    # Schedules restrict only the remainder by pp (interleaved 1F1B), so the smallest number with it stands for all.
+    # Schedules restrict only the number modulo pp (interleaved 1F1B), so one number with this remainder represents all.
     return pp == 1 or (num_batches >= pp and allowed(pp + num_batches % pp, pp=pp))
 
 

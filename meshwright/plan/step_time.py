@@ -1,6 +1,6 @@
-"""An estimate of the time of a step: matmuls, collectives by the link that they use, the host, and the pipeline bubble.
+"""Estimate the time of a step: matmuls, collectives by the link that they use, the host, and the pipeline bubble.
 
-It serves to compare meshes, not to predict a run. Latency, AdamW and passes over activations take no time in it, and
+It serves to compare meshes, not to predict a run. It ignores latency, AdamW and passes over activations, and
 collectives do not slow each other down. docs/plan.md has the formulas.
 """
 
@@ -34,7 +34,8 @@ _WHAT = {
     "cp": "collectives of cp",
     "pp": "transfers between stages",
 }
-# What runs once a step: all-reduces of gradients outside FSDP, of the loss and the norm, and agreements.
+# The collectives that run once per step: all-reduces of gradients outside FSDP, of the loss and the norm, and
+# agreements.
 _LAST = "last reductions of gradients, and agreements"
 _MATRICES = "all-to-alls of whole matrices"
 ASSUMED = (
@@ -107,7 +108,7 @@ class Estimate:
 
 
 def ranks_in_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
-    """Return how many ranks of a group over some axes surely share a node. Consecutive ranks fill a node.
+    """Return how many ranks of a group over some axes are sure to share a node. Consecutive ranks fill a node.
 
     Groups may begin at different ranks of a node: the gcd counts what holds for all of them.
     """
@@ -122,7 +123,7 @@ def ranks_in_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
 
 
 def time_on_links(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> LinkTime:
-    """Return the time of a collective over some axes. `num_bytes`: of its larger side, as the bill counts them.
+    """Return the time of a collective over some axes. `num_bytes`: the bytes of its larger side, as in the bill.
 
     Links inside and between nodes work at the same time, so the slower one decides.
     """
@@ -130,7 +131,7 @@ def time_on_links(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cl
     inside, between = 0.0, 0.0
     if op in ("send", "recv"):  # one neighbour on pp
         inside, between = (num_bytes, between) if in_node == num else (inside, num_bytes)
-    elif op == "all_to_all":  # an equal part for each rank, of which a rank keeps its own
+    elif op == "all_to_all":  # an equal part for each rank; a rank keeps its own
         inside, between = num_bytes * (in_node - 1) / num, num_bytes * (num - in_node) / num
     else:
         # A ring. An all-reduce goes round twice: reduce-scatter, then all-gather. Each rank has its own link to other
@@ -165,7 +166,7 @@ class StepCost:
 
     @property
     def operations(self) -> float:
-        """Return the operations of an average rank, without those of recomputation."""
+        """Return the operations of an average rank, without recompute."""
         num_ranks = self.axes.cp * self.axes.tp * self.axes.pp
         return self.flops.of(self.work.tokens, self.work.tokens**2) * self.work.num_batches / num_ranks
 
@@ -181,7 +182,7 @@ class StepCost:
         """Estimate the time of a step in which a rank sends `charges`. `units`: names of FSDP units, whose collectives
         overlap with matmuls; all others are exposed."""
         again = AGAIN if self.memory.recompute == "full" else 1.0
-        waits = [c for c in charges if c.what not in units and c.op != "recv"]  # links receive while they send
+        waits = [c for c in charges if c.what not in units and c.op != "recv"]  # links send and receive at once
         return Estimate(
             products=again * self.operations / self.cluster.matmul_flops,
             waits=tuple(_waits(waits, self.axes, self.cluster)),
@@ -208,7 +209,7 @@ def estimate(figures: Figures) -> Estimate:
 
 
 def fsdp_units(blueprint: Blueprint, axes: Axes, rank: int) -> Set[str]:
-    """Return the names under which the bill lists the collectives of FSDP."""
+    """Return the names of FSDP's collectives in the bill."""
     return {unit.name or "root" for stage in blueprint.spec.stages(axes, rank) for unit in stage.units}
 
 
@@ -232,7 +233,7 @@ def _waits(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait
         yield Wait(what, link, seconds)
 
 
-_SHORT = 1e-3  # of a step: waits shorter than this share a line
+_SHORT = 1e-3  # share of a step: shorter waits are joined in one line
 
 
 @dataclass(frozen=True)
@@ -274,8 +275,8 @@ def speed(figures: Figures) -> str:
 
 
 def mfu(figures: Figures) -> float:
-    """Return the model FLOPs utilisation: the operations that tokens need, without recomputation, divided by the peak
-    of the devices (as PaLM defines it, arXiv:2204.02311)."""
+    """Return the model FLOPs utilisation: the operations that tokens need, without recompute, divided by the peak of
+    the devices (as PaLM defines it, arXiv:2204.02311)."""
     return step_of(figures).operations / (estimate(figures).seconds * required_cluster(figures).flops * 10**12)
 
 
@@ -329,17 +330,17 @@ class Flops:
 
 
 def flops_of(blueprint: Blueprint, trained: Set[str]) -> Flops:
-    """Count the operations of a model: 6 per token and element of a matrix, 4 of a frozen one.
+    """Count the operations of a model: 6 per token and element of a matrix, 4 for a frozen one.
 
     A matmul has 2 operations (multiply, add) per element in forward, 2 for the gradient of its input and, if the matrix
-    is trained, 2 for that of its weight. Of the experts a token passes top-k.
+    is trained, 2 for that of its weight. A token passes top-k of the experts.
     """
     table, balance = blueprint.table, blueprint.balance
     share = balance.top_k / balance.num_experts if balance.num_experts else 1.0
     vocabulary = blueprint.module.vocabulary
     per_token = sum(_of_matrix(param, share, trained) for param in table if _is_matrix(param, vocabulary))
     per_token += sum(_of_delta_rule(param.rows, values) for param, values in _delta_nets(table))
-    if (mtp := blueprint.module.mtp) is not None:  # it scores the vocabulary once more
+    if (mtp := blueprint.module.mtp) is not None:  # the MTP head scores the vocabulary once more
         per_token += _of_matrix(table[vocabulary], share, set() if mtp.detached else trained)
     # Causal attention: scores and values are 2 matmuls of 2 operations over half a square, times 3 with backward.
     squares = [param.cols for param in table if "heads" in param.cols]
@@ -349,8 +350,8 @@ def flops_of(blueprint: Blueprint, trained: Set[str]) -> Flops:
 def _is_matrix(param: Param, vocabulary: str) -> bool:
     """Return whether tokens are multiplied with a parameter.
 
-    Rows of a table are looked up, and so is an embedding, unless it is the tied head too. A depthwise convolution mixes
-    no channels. A vision tower is not counted: its work depends on patches, not on tokens.
+    Rows of a table are only looked up, and so is an embedding unless it is also the tied head. A depthwise convolution
+    mixes no channels. A vision tower is not counted: its work depends on patches, not on tokens.
     """
     return (
         bool(param.cols)
@@ -362,7 +363,7 @@ def _is_matrix(param: Param, vocabulary: str) -> bool:
 
 
 def _of_matrix(param: Param, share: float, trained: Set[str]) -> float:
-    """Return the operations per token of a matrix. `share`: of the experts that a token passes."""
+    """Return the operations per token of a matrix. `share`: the share of experts that a token passes."""
     used = share if "expert" in param.dims else 1.0
     return (6.0 if param.name in trained else 4.0) * used * param.numel
 

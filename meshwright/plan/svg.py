@@ -1,4 +1,4 @@
-"""Pictures of a page: the mesh with a cell for each rank, the groups of each axis, and the pipeline schedule.
+"""Draw the pictures of a page: the mesh with a cell per rank, the groups of each axis, and the pipeline schedule.
 
 Large meshes are shown in part: a browser should not draw thousands of cells that all look the same.
 """
@@ -18,7 +18,7 @@ from .html import Cell, bytes_cell, section, table, tag, wrap
 from .pipeline_timing import about_schedule, layers_of_stage, place_lines, timetable
 from .tables import AxisLine, axis_lines
 
-_MOST_CELLS, _SAMPLE = 256, 128  # of a replica with more ranks than the first, only the second number is drawn
+_MOST_CELLS, _SAMPLE = 256, 128  # if a replica has more ranks than the first number, only the second number is drawn
 # Up to these shades, in percent, numbers keep their colour on a light page and on a dark one; above them they invert,
 # for a contrast of 4.5 to 1 (WCAG AA).
 _DARKEST, _LIGHTEST = 84, 66
@@ -38,7 +38,7 @@ class Blocks:
     """The layout of the picture: one replica, whose ranks are drawn in blocks of consecutive ranks.
 
     `width`: cells in a row of a block. `cells`: ranks of a block. `num_ranks`: the ranks of the replica at one place on
-    pp; the first `shown` are drawn. `firsts`: the first rank of each place on pp that is drawn.
+    pp, of which the first `shown` are drawn. `firsts`: the first rank of each drawn place on pp.
     """
 
     width: int
@@ -80,7 +80,7 @@ def blocks_of(axes: Axes) -> Blocks:
     cells = min(group if group > 1 else shown, shown)
     widest = 16 if cells > 64 else 8
     firsts = axes.group(0, ("pp",))
-    # All places on pp hold the same number of ranks: if they are too many, one stands for all.
+    # All places on pp hold the same number of ranks: if there are too many, one represents all.
     firsts = firsts if len(firsts) * shown <= _MOST_CELLS else firsts[:1]
     # The widest row that divides a group of tp, or the whole block without tp.
     even = [n for n in range(2, widest + 1) if (axes.tp if axes.tp > 1 else cells) % n == 0]
@@ -163,7 +163,8 @@ def _axis(line: AxisLine, axes: Axes, blocks: Blocks) -> str:
 
 
 def _map(axes: Axes, blocks: Blocks, axis: str) -> str:
-    """Draw all cells small, and fill those in the group of rank 0 on an axis. Two paths keep the page small."""
+    """Draw all cells small, and fill those in the group of rank 0 on an axis. Using only two SVG paths keeps the page
+    small."""
     # Units of the drawing: a cell is 5 wide and high, with a gap of 1, and 4 more between blocks.
     met, step = set(axes.group(0, (axis,))), 6
     columns = _columns(blocks)
@@ -187,7 +188,7 @@ def _columns(blocks: Blocks) -> int:
     return min(full, key=lambda n: abs(log(n * n * blocks.width / (blocks.num * blocks.height) / 1.5)))
 
 
-_MOST_BOXES = 2_048  # of a schedule: more would be too narrow to see
+_MOST_BOXES = 2_048  # boxes of a schedule: more would be too narrow to see
 _MOST_NUMBERED = 80  # units of time: in a longer schedule boxes are too narrow for numbers
 _KINDS = {
     FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: gradient of the input",
@@ -244,7 +245,8 @@ def _picture(figures: Figures) -> Iterator[str]:
 
 
 def _row(place: int, row: Sequence[Slot], span: float, numbered: bool) -> str:
-    """Draw the actions of a place on pp. Those of later stages are underlined, as lower-case letters at a terminal."""
+    """Draw the actions of a place on pp. Actions of later stages are underlined; on a terminal they are lower-case
+    letters."""
     first = min(slot.action.stage for slot in row)
     boxes = (
         wrap(

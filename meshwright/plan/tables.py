@@ -1,6 +1,6 @@
-"""Placement and bill as lines of tables. Identical layers share a line, and so do the keys of experts.
+"""List placement and bill as lines of tables. Identical layers share a line, and so do the keys of experts.
 
-A model of 94 layers with 128 experts has thousands of parameters; people compare the few kinds of them.
+A model of 94 layers with 128 experts has thousands of parameters, but only a few kinds, which people compare.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ParameterLine:
     layers: str
     dims: str
     cut: str  # dims that tp or ep splits
-    shards: str  # axes over which FSDP shards the rows of what is left
+    shards: str  # axes over which FSDP then shards the rows
     copies: str  # axes on which each rank stores the same
     num_parameters: int  # elements of all parameters of the line
     least_bytes: int  # of one parameter on a rank
     most_bytes: int
     by_fsdp: str  # axes over which FSDP reduces the gradient
-    late: str  # axes over which the all-reduce at the end of the step does
+    late: str  # axes over which the all-reduce at the end of the step reduces it
     keys: tuple[str, ...]  # in the files
 
 
@@ -68,12 +68,12 @@ def identical_params(blueprint: Blueprint) -> list[list[Param]]:
 
 
 def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
-    """Describe a group by its first parameter, which stands for all."""
+    """Describe a group by its first parameter, which represents all."""
     param, blueprint, axes = group[0], figures.blueprint, figures.axes
     rules = blueprint.spec.rules
     placement = place(param, rules, axes)
     places = blueprint.spec.places(param, axes)
-    # Of all ranks only the extreme ones are visited: a mesh may have thousands.
+    # Visit only the extreme ranks: a mesh may have thousands.
     coords = [at for at in map(axes.coords, figures.extremes) if at["pp"] in places]
     form = figures.stored_form(param.name)
     shapes = [in_memory(piece(param, rules, axes, at).shape, form) for at in coords]
@@ -113,7 +113,7 @@ def _keys(param: Param, blueprint: Blueprint) -> list[str]:
 def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
     """Yield a line for each kind of charge.
 
-    Charges are equal if all but the number of the layer agrees, so a line loses nothing but the order of layers.
+    Charges share a line if they differ only in the layer number, so a line loses only the order of layers.
     """
     axes, groups = figures.axes, dict[Charge, list[int | None]]()
     for charge in figures.charges:
@@ -146,7 +146,7 @@ def _pattern(name: str, mark: str = "{i}") -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class AxisLine:
-    """An axis of more than one rank. Its groups are ranks that differ in their coordinate on it alone."""
+    """An axis of more than one rank. The ranks of one of its groups differ only in their coordinate on this axis."""
 
     axis: str
     size: int

@@ -1,7 +1,7 @@
-"""Plans and searches as text for a terminal, and as JSON for programs.
+"""Print plans and searches on a terminal, and return them as JSON for programs.
 
-Programs read the JSON, so its keys are part of the public interface and stay, also where the text for people has
-newer words ("way_out", "savings").
+Programs read the JSON, so its keys are part of the public interface and stay, even where the text for people has newer
+words ("way_out", "savings").
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def about(figures: Figures) -> str:
 
 
 def notes(figures: Figures) -> list[str]:
-    """List what could mislead a reader of the plan."""
+    """List notes on figures that could mislead a reader."""
     lines = []
     way = ways(figures.blueprint.spec, figures.axes)
     if way:
@@ -116,8 +116,8 @@ def step(figures: Figures) -> str:
 def _parameters(figures: Figures) -> Grid:
     """Return a table of the placement of parameters, a row for each kind."""
     lines, grid = parameter_lines(figures), _grid()
-    # On 80 columns rich shrinks what has no fixed width. So names, which users copy into patterns, and numbers keep
-    # one line, and placements wrap.
+    # On 80 columns rich shrinks columns without a fixed width. So names, which users copy into patterns, and numbers
+    # keep one line, and placements wrap.
     grid.add_column("parameter", width=max(32, *(len(line.name) for line in lines)))
     grid.add_column("placement")
     grid.add_column("on a rank", justify="right", width=len("to 999 bytes"))
@@ -129,7 +129,7 @@ def _parameters(figures: Figures) -> Grid:
 
 
 def placement(line: ParameterLine) -> list[str]:
-    """List what tensor and expert parallelism, FSDP and replication do to a parameter."""
+    """Describe how tensor and expert parallelism, FSDP and replication place a parameter."""
     named = {"cut": line.cut, "rows over": line.shards, "copies over": line.copies}
     return [f"{what} {axes}" for what, axes in named.items() if axes != "-"] or ["whole"]
 
@@ -168,7 +168,7 @@ def _print_schedule(figures: Figures, console: Console) -> None:
 
 def _memory(figures: Figures) -> Grid:
     """Return a table of the ranks that store most and least, by kind."""
-    unit = unit_of(figures.most.num_bytes)  # one for the whole table, so that its numbers can be compared
+    unit = unit_of(figures.most.num_bytes)  # one unit for the whole table, so that its numbers can be compared
     grid = _grid()
     grid.add_column("")
     for memory, which in zip(figures.memories, ("most", "least"), strict=False):
@@ -242,7 +242,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "savings": asdict(figures.memory),  # the fields of `mw.MemoryOptions`
         "optimizer": type(figures.optimizer).__name__,
         "state_dtype": None if state_dtype is None else name_of(state_dtype),
-        "refused": [],  # of an impossible mesh only this list is printed, with its reasons
+        "refused": [],  # for an impossible mesh only this list is printed, with the reasons
         "notes": notes(figures),
         "parameters": [asdict(line) for line in parameter_lines(figures)],
         "memory": [
@@ -255,7 +255,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
             for memory in figures.memories
         ],
         "not_counted": not_counted(figures),
-        "communicators": asdict(communicators(figures)),  # NCCL's, on top; no part of `total_bytes`
+        "communicators": asdict(communicators(figures)),  # NCCL's memory; not included in `total_bytes`
         "device_bytes": figures.device,
         "fits": result.ok,
         "way_out": advice(figures) if result.ok is False else None,
@@ -270,7 +270,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
 
 
 _HOST, _PIPELINE = "the host", "its pipeline"
-_NEGLIGIBLE = 0.01  # of a step: the estimate is not that exact
+_NEGLIGIBLE = 0.01  # share of a step: the estimate is not that exact
 
 
 def parts_of_step(candidate: Candidate) -> dict[str, float]:
@@ -290,7 +290,7 @@ def why(candidate: Candidate, first: Candidate) -> str:
     slower, before = seconds - first.estimate.seconds, parts_of_step(first)
     if candidate is first or slower < _NEGLIGIBLE * first.estimate.seconds:
         return waits if candidate is first else f"{waits}; as fast as the first"
-    # Of the parts that differ from the first mesh, name the one that adds most.
+    # Among the parts that differ from the first mesh, name the one that adds most.
     longer = max(parts, key=lambda name: parts[name] - before.get(name, 0.0))
     more, verb = duration(parts[longer] - before.get(longer, 0.0)), "takes" if longer in (_HOST, _PIPELINE) else "take"
     if longer == what:
@@ -341,7 +341,7 @@ def _table(result: SearchResult) -> Grid:
         grid.add_column(column, justify="right")
     for number, candidate in enumerate(result.best, 1):
         times, figures = candidate.estimate, candidate.figures
-        # In the order of the columns: "host" and "FSDP" only as far as matmuls do not hide them.
+        # These follow the columns; "host" and "FSDP" count only the time that matmuls do not hide.
         parts = (times.products, times.waited, times.launching, times.not_hidden, times.bubble)
         grid.add_row(
             str(number), duration(times.seconds), *(f"{part / times.seconds:.0%}" for part in parts),
@@ -369,19 +369,19 @@ def _nearest(nearest: Candidate) -> str:
 
 
 def _largest(candidate: Candidate) -> str:
-    """Name what takes most of the device's memory."""
+    """Name the kind that takes most of the device's memory."""
     most = max((each for each in candidate.figures.most.stored if not each.host), key=lambda each: each.num_bytes)
     return f"{kind(most.what, candidate.figures)} ({size(most.num_bytes)})"
 
 
 def remedy(nearest: Candidate) -> str:
-    """Return what would make a mesh fit, as the end of a sentence. Each option is enough on its own."""
+    """Return the options that would make a mesh fit, as the end of a sentence. Each is enough on its own."""
     options = [*helps(nearest.figures), *nearest.figures.choices]
     return f"choose {' or '.join(options)}" if options else "choose more ranks, larger devices, or fewer --tokens"
 
 
 def command(candidate: Candidate, request: SearchRequest) -> str:
-    """Return the command that prints the full plan: that of the search, with the mesh and options that it chose.
+    """Return the command that prints the full plan: the command of the search, with the chosen mesh and options.
 
     Its figures equal those of the search exactly, which a test checks.
     """

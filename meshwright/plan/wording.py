@@ -24,7 +24,7 @@ _NAMES = {
 def unit_of(num_bytes: int) -> Unit:
     """Return the largest unit in which a number of bytes is at least 1.
 
-    From 0.99995 on the next unit is used, since four digits show that as 1.000.
+    The next unit begins at 0.99995, because four digits show that as 1.000.
     """
     return next((name, unit) for name, unit in _UNITS.items() if num_bytes >= 0.99995 * unit or unit == 1)
 
@@ -100,7 +100,7 @@ def not_counted(figures: Figures) -> str:
 
 
 def _of_nccl(figures: Figures) -> str:
-    """Say how much of what is not counted NCCL is expected to take; nothing for one process."""
+    """Say how much uncounted memory NCCL is expected to take; "" for one process."""
     nccl = communicators(figures)
     if not nccl.count:
         return ""

@@ -10,5 +10,5 @@ from .run_page import report_page
 
 
 def write_report(folders: Sequence[Path], file: Path, origin: Mapping[str, str]) -> None:
-    """Write the report of some runs. `origin`: what made it, when, and by which command."""
+    """Write the report of some runs. `origin`: versions, date and command."""
     write_page(file, report_page([read_run(folder) for folder in folders], origin))

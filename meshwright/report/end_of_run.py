@@ -1,4 +1,4 @@
-"""The last lines that a run prints: how it ended, what it wrote, and the next commands."""
+"""Compose the last lines that a run prints: how it ended, what it wrote, and commands to run next."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..checkpoint import newest_whole
 from .run_files import METRICS, Run, read_folder
 from .summary import experts_warning, figure, outcome
 
-_ENDED_WELL = ("", "early stopping")  # otherwise `export` is of an earlier run, or missing
+_ENDED_WELL = ("", "early stopping")  # after any other end, `export` is of an earlier run or missing
 _EXPORTS = {"export": "the trained weights, a Hugging Face directory", "adapter": "the adapters, a PEFT directory"}
 _NAME = 26  # width of the column of names
 
 
 def last_words(folder: Path, out: str) -> list[str]:
-    """Return the lines; none for a run without a step. `out`: the folder as the user wrote it.
+    """Return the last lines; an empty list for a run without a step. `out`: the folder as the user wrote it.
 
-    The same verdict as on the page, so that terminal and report never disagree.
+    The verdict is that of the page, so that terminal and report never disagree.
     """
     run = read_folder(folder)
     if not run.of("step"):
@@ -42,9 +42,9 @@ def _verdict(run: Run) -> str:
 
 
 def _outputs(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what the run wrote, with its meaning.
+    """Yield the outputs of the run, each with its meaning.
 
-    Exports are listed only after a run that ended well: after a failure the directory may be of an earlier run.
+    Exports are listed only after a run that ended well: after a failure the directory may belong to an earlier run.
     """
     ended = run.of("end")
     if ended and ended[-1].get("why") in _ENDED_WELL:

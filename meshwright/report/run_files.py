@@ -1,9 +1,9 @@
-"""Read the files of a run: metrics.jsonl and others, also while it runs and when it was killed in the middle of a line.
+"""Read the files of a run, such as metrics.jsonl, even while it runs or after it was killed in the middle of a line.
 
-Numbers in these files come from whatever wrote them. Types and ranges are checked as they are read, so that the page
-can trust them.
+Any program may have written these files. Types and ranges are checked as they are read, so that the page can trust
+them.
 
-Lines of metrics.jsonl, a kind each:
+Lines of metrics.jsonl, one of each kind:
 
   {"kind": "start", "step": 0, "mesh": {"fsdp": 2}, "world": 2, "num_steps": 1000, "time": ...}
   {"kind": "step", "step": 1, "train/loss": 11.93, "train/grad_norm": 4.2, "throughput/tokens_per_s": 5120, ...}
@@ -34,8 +34,8 @@ _OUR_FILES = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run. `lines`: by kind, one line a step, the last that was written. NaN is None. `failed_at`: when failure.txt
-    was written."""
+    """A run. `lines`: by kind, the last line written for each step. NaN is None. `failed_at`: when failure.txt was
+    written."""
 
     name: str
     lines: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def num_steps(self) -> int | None:
-        """Return the steps that the run was to make, if known."""
+        """Return the planned number of steps, if known."""
         return next((int(start["num_steps"]) for start in reversed(self.of("start")) if "num_steps" in start), None)
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def overcome(self) -> list[Failure]:
-        """Return failures after which the run was started again. The last may still be in failure.txt."""
+        """Return the failures after which the run was started again. The last one may still be in failure.txt."""
         failed = failures(self.texts.get("overcome.txt", ""))
         if "failure.txt" in self.texts and not self.failure:
             failed.append(Failure(self.failed_at, self.texts["failure.txt"].strip()))
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """Return the lowest mean of held-out losses, and its step."""
+        """Return the lowest mean of the held-out losses, and its step."""
         means = []
         for line in self.of("eval"):
             losses = [value for name, value in line.items() if name.endswith("/loss")]
@@ -112,7 +112,7 @@ def read_folder(folder: Path) -> Run:
     """Read whatever a run has written so far."""
     by_kind: dict[str, dict[Any, dict[str, Any]]] = {}
     starts: list[Start] = []
-    # Later lines win. A run that resumed from an older checkpoint has written some steps twice, and the second is what
+    # Later lines win: a run that resumed from an older checkpoint has written some steps twice, and the second time
     # counts.
     for line in _lines(folder / METRICS):
         if line["kind"] == "start":
@@ -131,7 +131,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the valid lines of a metrics file."""
     if not file.is_file():
         return
-    # Line by line: a long run has hundreds of MB, and the page needs one dict for each step.
+    # Read line by line: a long run has hundreds of MB, and the page needs only one dict per step.
     with file.open(encoding="utf-8", errors="replace") as lines:
         yield from filter(None, map(_parse_line, lines))
 
@@ -159,7 +159,8 @@ def _int64_or_none(text: str) -> int | None:
 def _has_valid_type(name: str, value: Any) -> bool:
     """Return whether a value has the type and range that its name implies.
 
-    A file that another program has touched must not break the page: a string where a number belongs drops the line.
+    A file that another program has touched must not break the page: a line with a string in place of a number is
+    dropped.
     """
     if name == "load":
         return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
@@ -185,9 +186,9 @@ def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _forget_after(by_kind: Mapping[str, dict[Any, Any]], begins: int) -> None:
-    """Drop the lines of steps that a resumed run makes again, and how it ended before.
+    """Drop the lines of steps that a resumed run repeats, and those of its earlier end.
 
-    Samples and evaluations of those steps are dropped with them; starts are kept, they are the history.
+    Samples and evaluations of those steps are dropped with them; starts are kept, because they are the history.
     """
     for kind, lines in by_kind.items():
         for key in [key for key in lines if kind == "end" or (kind != "start" and key[0] > begins)]:

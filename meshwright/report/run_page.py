@@ -1,5 +1,4 @@
-"""The HTML page of a report: text and tables first, then charts by an embedded script. It loads nothing from the
-network."""
+"""Build the HTML page of a report: text and tables first, then charts by an embedded script, without network access."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from .starts import story
 
 _HERE = Path(__file__).parent
 _PARAMETER_COLUMNS = ["parameter", "count", "shape", "dtype", "trained", "cut", "a rank, all"]
-_SAMPLES = 12  # sampling steps that are shown: the last ones, and the first
+_SAMPLES = 12  # number of sampling steps that are shown: the last ones, and the first
 
 
 def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
     """Return the page of some runs.
 
-    Everything is inlined: style, scripts, data. The file can be mailed, and opens in ten years.
+    Style, scripts and data are inlined, so the file can be mailed, and still opens in ten years.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = chart_data(runs)
-    # Text first. A page that is printed, or read with scripts blocked, still has every number except the curves.
+    # Text comes first: a page that is printed, or read with scripts blocked, still has every number except the curves.
     sections = (
         _heading(title, runs), _history(runs), _differences(runs), _charts(data), _experts(data, runs),
         *(_details_of_run(run, with_starts=len(runs) > 1) for run in runs),
@@ -76,7 +75,7 @@ def _history(runs: Sequence[Run]) -> Iterator[str]:
 def _starts(run: Run) -> Iterator[str]:
     """Yield a table of starts, and the failures that the run overcame.
 
-    Elastic runs restart on other meshes, so a run is a list of starts.
+    An elastic run may restart on another mesh, so a run is a list of starts.
     """
     yield tag("p", "Each start resumes from the newest checkpoint. The curves show every step as it was made last.")
     yield table(*summary.starts(run))
@@ -90,7 +89,7 @@ def _starts(run: Run) -> Iterator[str]:
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
     """Yield the config fields in which runs differ.
 
-    The first question about two curves is what was changed, so this comes before the curves.
+    A reader of two curves first asks what was changed, so this comes before the curves.
     """
     if len(runs) < 2:
         return
@@ -103,7 +102,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
 def _charts(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the charts with their controls.
 
-    The x axis can be steps, tokens or time: runs of different batch sizes are comparable by tokens only.
+    The x axis can be steps, tokens or time: runs of different batch sizes are comparable only by tokens.
     """
     figures = [_figure(chart, [run["name"] for run in data["runs"]]) for chart in data["charts"]]
     controls = (
@@ -176,7 +175,7 @@ def _placed(run: Run) -> str:
 
 
 def _pictures(run: Run) -> Iterator[str]:
-    """Yield a few pictures of the training data. They are part of the page, which so needs no network."""
+    """Yield a few pictures of the training data. They are embedded, so the page needs no network."""
     figures = [
         wrap(
             "figure", f'<img alt="" src="data:image/jpeg;base64,{jpeg}">',
@@ -189,7 +188,7 @@ def _pictures(run: Run) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    """Yield the newest samples openly, and earlier ones folded.
+    """Yield the newest samples unfolded, and earlier ones folded.
 
     Old samples are folded but present: they show when a model learned something.
     """

@@ -1,7 +1,7 @@
-"""The data of the charts: metrics of runs as thinned series of plain numbers.
+"""Compute the data of the charts: metrics of runs as thinned series of plain numbers.
 
-The page must stay small: a run of a million steps with ten metrics would be 200 MB of JSON. Thinned and rounded it is
-under a megabyte, and every spike is still in it.
+The page must stay small: a run of a million steps with ten metrics would be 200 MB of JSON. Thinned and rounded it
+takes less than a megabyte, and still has every spike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .run_files import Run
 from .starts import Start, surviving_starts
 
-POINTS = 2000  # of a curve, for one or two runs; fewer for more
+POINTS = 2000  # points of a curve, for one or two runs; fewer for more runs
 _MATRIX_NUMBERS = 90_000  # cells of all heat maps together
 
 # Title and unit of each chart, in the order of the page, by the metric that it shows.
@@ -38,7 +38,7 @@ CHARTS: dict[str, tuple[str, str]] = {
     "time/data_wait_share": ("Waiting for data", "share of a step"),
     "experts/max_over_mean": ("Expert balance", "busiest expert of the worst layer, relative to the mean"),
 }
-_FROM_ZERO = ("memory/peak_bytes",)  # an axis that starts at the minimum would show 5% more memory as a cliff
+_FROM_ZERO = ("memory/peak_bytes",)  # if the axis started at the minimum, 5% more memory would look like a cliff
 _SOURCE = "train/loss/"
 # Metrics that share a chart.
 _TOGETHER = {
@@ -75,7 +75,7 @@ def _begin(run: Run) -> float:
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """Return where the run was restarted, and the mesh from there on if it changed."""
+    """Return the restarts of the run, each with its mesh if that changed."""
     stretches_of_run = surviving_starts(run.starts)
     names = [start.on for start in stretches_of_run]
     changes = len({*names}) > 1
@@ -98,7 +98,7 @@ def _mark_position(run: Run, start: Start) -> dict[str, Any]:
 
 
 def _shared_axes(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the x values of all curves of a run, once. A curve refers to them by index, which halves the page."""
+    """Return the x values of a run, shared by its curves. A curve refers to them by index, which halves the page."""
     own_curves = [curve for group in curves.values() for curve in group if curve["run"] == number]
     steps = sorted({step for curve in own_curves for step in curve["step"]})
     at = {step: n for n, step in enumerate(steps)}
@@ -140,10 +140,10 @@ def _names(metric: str, run: Run) -> list[str]:
 def _value(line: Mapping[str, Any], name: str) -> float | None:
     """Return a value of a line; for a value per layer, the largest.
 
-    For metrics with a value per layer the worst layer is shown.
+    So the chart shows the worst layer.
     """
     value = line.get(name)
-    if isinstance(value, list):  # one number a layer
+    if isinstance(value, list):  # one number per layer
         value = max((each for each in value if each is not None), default=None)
     if name == "memory/peak_bytes" and value is not None:
         value /= 1e9
@@ -162,7 +162,7 @@ def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], max_points:
 def _held_out_curves(figure: str, number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
     """Yield a figure of the held-out sets, such as the loss, as points.
 
-    As points: evaluations are rare, and a line between them would suggest values that were never measured.
+    Evaluations are rare, and a line between them would suggest values that were never measured.
     """
     names = sorted({name for line in run.of("eval") for name in line if name.endswith(f"/{figure}")})
     for name in names:
@@ -172,10 +172,10 @@ def _held_out_curves(figure: str, number: int, run: Run, max_points: int) -> Ite
 
 
 def _expert_loads(run: Run, max_points: int) -> dict[str, Any] | None:
-    """Return expert loads in percent of their layer's mean; of many steps as many as fit, evenly spaced.
+    """Return expert loads in percent of their layer's mean, for as many evenly spaced steps as fit.
 
-    A matrix of layers x experts for each step shown; percent of the mean makes layers comparable, and integers keep it
-    small.
+    Each step has a matrix of layers x experts. Percentages of the mean make layers comparable, and integers keep the
+    page small.
     """
     lines = [line for line in run.of("experts") if line.get("load") and line["load"][0]]
     if not lines:
@@ -198,8 +198,8 @@ def _percent_of_mean(layer: Sequence[float]) -> list[int]:
 def thin_indices(values: Sequence[float | None], max_points: int) -> list[int]:
     """Return the indices of points to keep: first, last, minimum and maximum of each bin.
 
-    Every n-th point or a mean would hide a loss spike of one step, which is what people look for. Gaps (None) at the
-    ends of a bin stay.
+    Every n-th point or a mean would hide a loss spike of one step, which readers look for. Gaps (None) at the ends of a
+    bin stay.
     """
     if len(values) <= max_points:
         return [*range(len(values))]

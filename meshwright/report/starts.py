@@ -1,4 +1,4 @@
-"""The starts of a run: on which mesh each trained which steps, and how it ended."""
+"""List the starts of a run: the mesh and the steps of each, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import counted
 
-# The line that starts a failure in overcome.txt: its time.
+# The first line of a failure in overcome.txt is its time.
 _FAILURE_HEADER = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4})\n", re.MULTILINE)
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
 
@@ -21,7 +21,7 @@ class Start:
 
     `ended`: the reason in its last line, "" at the end of the data, None if it never wrote one.
 
-    A run has several if it was resumed by hand, or restarted by the launcher after a failure, maybe on another mesh.
+    A run has several starts if a user resumed it, or the launcher restarted it after a failure, maybe on another mesh.
     """
 
     time: float
@@ -46,7 +46,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that the run overcame: it was started again."""
+    """A failure after which the run was started again."""
 
     time: float
     words: str
@@ -61,13 +61,13 @@ def start_of(line: Mapping[str, Any]) -> Start:
 
 def surviving_starts(starts: Sequence[Start]) -> list[Start]:
     """Return the starts whose steps are in the curves, in order. A later start that resumed an earlier step replaces
-    others.
+    the starts after that step.
 
     Example: starts that begin at steps 0, 40 and 20 (the third resumed an older checkpoint). The curves consist of
     start 1 up to step 20, and start 3 from there on.
     """
     survivors: list[Start] = []
-    # A start that resumed at step s makes everything after s anew, so earlier starts that begin at or after s are gone.
+    # A start that resumed at step s repeats everything after s, so drop earlier starts that begin at or after s.
     for start in starts:
         survivors = [each for each in survivors if each.begins < start.begins]
         if start.last > start.begins:

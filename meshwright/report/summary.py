@@ -1,4 +1,4 @@
-"""The text and tables of a report, made in Python and not by the page's script, so that they can be read without it."""
+"""Compose the text and tables of a report in Python, so that they can be read without the page's script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def outcome(run: Run) -> tuple[str, str]:
 def tiles(run: Run, *, only_differing: bool = False) -> list[tuple[str, str]]:
     """Return the headline figures; with several runs, only those that may differ.
 
-    Medians, not means, of throughput: the first step compiles, and steps with a checkpoint or an evaluation are longer.
+    Throughput is a median, not a mean: the first step compiles, and steps with a checkpoint or an evaluation are
+    longer.
     """
     last, best, layout = run.last, run.best, run.json("layout.json")
     rows = [("loss of the last step", figure(last.get("train/loss")))]
@@ -84,7 +85,7 @@ def parameter_table(run: Run) -> list[list[str]]:
 
 
 def starts(run: Run) -> tuple[list[str], list[list[str | Cell]]]:
-    """Return the table of starts: time, steps, mesh, ranks, end. Past ones are grey."""
+    """Return the table of starts: time, steps, mesh, ranks, end. Past starts are grey."""
     ended, past = endings(run.starts, run.overcome, run.failure), len(run.starts) - 1
     rows: list[list[str | Cell]] = [
         [
@@ -122,13 +123,13 @@ def mesh(run: Run) -> str:
 def checkpoint_rows(run: Run) -> list[list[str]]:
     """Return the table of checkpoints.
 
-    The time is that of the whole save, which an asynchronous one spends in the background.
+    The time is that of the whole save, which an asynchronous save spends in the background.
     """
     return [_checkpoint(line) for line in run.of("save")]
 
 
 def _checkpoint(line: Mapping[str, Any]) -> list[str]:
-    """Return a row of that table."""
+    """Return a row of the table of checkpoints."""
     took = f"{line.get('seconds', 0):.1f} s"
     return [f"{line['step']:,}", str(line.get("path", "")), took, "best" if line.get("best") else ""]
 
@@ -146,7 +147,7 @@ def environment(run: Run) -> list[list[str]]:
 
 
 def proof(run: Run) -> tuple[str, bool] | None:
-    """Return the result of `meshwright verify --json`, if somebody put that file into the run."""
+    """Return the result of `meshwright verify --json`, if a user put that file into the run."""
     verification = run.json("verify.json")
     if not verification:
         return None
@@ -157,7 +158,7 @@ def proof(run: Run) -> tuple[str, bool] | None:
 def figure(value: Any) -> str:
     """Format a number with four digits.
 
-    Four significant digits are what a reader compares; the files have all of them.
+    Readers compare about four digits; the files have all of them.
     """
     if value is None:
         return "-"
@@ -212,7 +213,7 @@ def _text(value: Any) -> str:
 
 
 def pictures(run: Run) -> list[tuple[str, str, str]]:
-    """Return of each picture that a run shows: its file, its row, and a JPEG in base64. Anything else is left out."""
+    """Return the file, the row and a base64 JPEG of each picture that a run shows. Invalid entries are left out."""
     listed = run.json("pictures.json").get("pictures")
     entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     texts = [tuple(str(each.get(name, "")) for name in ("file", "place", "jpeg")) for each in entries[:_MOST_PICTURES]]

@@ -1,7 +1,7 @@
-"""A1, E3 and what E2 expects of adapters (LoRA).
+"""Check LoRA adapters: the oracles A1 and E3, and the exports that E2 expects.
 
-Runs draw B, since A has no gradient where B is 0. Expected merges and files are computed here from the formula and
-PEFT's keys, without the code that writes them.
+Runs draw B at random, since A has no gradient where B is 0. Expected merges and files are computed here from the
+formula and PEFT's keys, without the code that writes them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .reference import Reference, Run, Trial
 
 Findings = Iterator[Finding]
-PREFIX = "base_model.model."  # PEFT's, of all keys of factors
-_DRAWN = 0.2  # standard deviation of scale * B: what is added to a matrix is then about as large as the matrix
+PREFIX = "base_model.model."  # PEFT's prefix of the keys of all factors
+_DRAWN = 0.2  # standard deviation of scale * B: makes the addition about as large as the matrix
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
@@ -42,9 +42,9 @@ def drawn(lora: Lora | None) -> Lora | None:
 
 
 def on_kinds(blueprint: Blueprint) -> Lora | None:
-    """Return the adapters of a small model: new ones, on the kinds of modules that have some in the large model.
+    """Return the adapters of a small model: new ones, on the kinds of modules that have adapters in the large model.
 
-    The small model has too few layers for targets that name them.
+    The small model has too few layers for targets that name layers.
     """
     lora = blueprint.recipe.lora
     if lora is None or tuple(lora.targets) == (ALL_LINEAR,):
@@ -89,7 +89,8 @@ def a1_base(run: Run, before: Mapping[str, Tensor]) -> Findings:
 
 
 def _base_outputs(run: Run) -> Findings:
-    """Compare outputs with those of the source loaded without adapters. Only a small model has room for two more."""
+    """Compare outputs with those of the source loaded without adapters. Only for a small model is there room for two
+    more copies."""
     batch, lora = run.trial.packed()[0], run.trial.recipe.lora
     assert lora is not None
     base_T = scores_of(_loaded(run, None), batch)
@@ -117,8 +118,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor of an export, in float64. `size`: None where nothing is merged into it, so that it is only rounded; else
-    the sum of the magnitudes that were added up, of which rounding is a share."""
+    """A tensor of an export, in float64. `size`: None for a tensor that is only rounded, because nothing is merged into
+    it; else the sum of the magnitudes that were added up, which bounds the rounding error."""
 
     value: Tensor
     size: Tensor | None = None
@@ -130,7 +131,7 @@ class Expected:
 
 
 def expected_exports(trained: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Expected]:
-    """Return the tensors that an export should hold: of a model with adapters, W + scale * B @ A.
+    """Return the tensors that an export should hold; with adapters, W + scale * B @ A.
 
     `trained`: whole weights and factors, by key.
     """
@@ -152,8 +153,8 @@ def _merged(key: str, weight: Tensor, trained: Mapping[str, Tensor], scale: floa
 
 
 def _factors(key: str, trained: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return A and B of a matrix of the files, or None. Those of experts are `[experts, rank, in]` and
-    `[experts, out, rank]`, or of the one expert that the key names."""
+    """Return A and B of a matrix of the files, or None. The factors of experts are `[experts, rank, in]` and `[experts,
+    out, rank]`, or those of the one expert that the key names."""
     one = _EXPERT.fullmatch(key)
     fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
     module = f"{one[1]}.{fused[one[3]]}" if one else key.removesuffix(".weight")
@@ -173,17 +174,18 @@ def _factors(key: str, trained: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] |
 
 
 def adapter_files(run: Run, folder: Path, trained: Mapping[str, Tensor]) -> Findings:
-    """Compare the adapter directories of a run with its factors: read with safetensors, and by `mw.Lora(path=)`."""
+    """Compare the adapter directories of a run with its factors: read them with safetensors, and with
+    `mw.Lora(path=)`."""
     model, own = run.model, {key: tensor.float() for key, tensor in trained.items() if key.startswith(PREFIX)}
     streamed = gather(model, "adapter")
     experts = any(param.adapter and "expert" in param.rows for param in model.table)
     of_source = "per-expert" if model.keymap.choice.get("experts") == "per-expert" else "fused"
-    usual = family_of(model.config).served or of_source  # a choice of its own, to compare that of the export with
+    usual = family_of(model.config).served or of_source  # chosen here, to check the choice of the export
     for layout in ("fused", "per-expert") if experts else ("fused",):
-        # Nobody has to ask for the default.
+        # Call the export without a layout where it should choose this one itself.
         export_adapter(model, folder / layout, layout=None if layout == usual else layout)
         way = f"export_adapter(layout={layout!r})"
-        if model.mesh.rank == 0:  # before our own reader, which may refuse what is wrong
+        if model.mesh.rank == 0:  # before our own reader, which may refuse wrong files
             files = load_file(folder / layout / peft_files.WEIGHTS_FILE)
             yield from _same_tensors(way, files, _in_layout(own, layout))
             yield from _stated(way, json.loads((folder / layout / peft_files.CONFIG_FILE).read_text()), files)
@@ -224,7 +226,7 @@ def _in_layout(own: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     """Return factors as PEFT's files have them.
 
     One pair for all experts: A `[experts * rank, in]`, B `[out, rank * experts]`, under the name of the module
-    `experts`, with `.base_layer` for the matrix that peft wraps first. Or a pair for each expert and projection.
+    `experts`, with `.base_layer` for the matrix that peft wraps first. Or one pair for each expert and projection.
     """
     out: dict[str, Tensor] = {}
     for key, tensor in own.items():

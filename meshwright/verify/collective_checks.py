@@ -1,7 +1,7 @@
-"""Oracles of communication: none while loading, the same order on all ranks, and exactly what the bill predicts.
+"""Check the collectives of a run: none while loading, the same order on all ranks, and exactly those of the bill.
 
-The bill is computed from declarations before anything runs, and the recorder counts what really ran. So a collective
-that someone adds, forgets or repeats shows even where results stay right.
+The bill is computed from declarations before anything runs, and the recorder counts what really ran. So an added,
+forgotten or repeated collective shows even where results stay right.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def c1_collectives(run: Run) -> Findings:
     Backends match collectives by order, not by name. Ranks that differ hang, or exchange the wrong data.
     """
     model = run.model
-    # Transfers of a pipeline are left out: they are between two ranks of a group, and the others do not issue them.
+    # Transfers of a pipeline are left out: they are between two ranks of a group, and its other ranks do not issue
+    # them.
     local = [f"{each.op}{each.ranks}" for each in run.step_collectives if each.op not in TRANSFERS]
     of_ranks: list[list[str]] = [[] for _ in range(model.mesh.axes.world)]
     dist.all_gather_object(of_ranks, local)
@@ -74,7 +75,8 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     bill = step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run), optimizer)
     billed: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, billed_bytes, paid_bytes = billed.copy(), billed.copy(), billed.copy()
-    # The router decides the bytes of these, so they are only counted; `_routed_as_billed` compares their bytes.
+    # The router decides the bytes of these collectives, so here they are only counted; `_routed_as_billed` compares
+    # bytes.
     routed = {charge.what: charge for charge in bill if charge.between}
     for charge in bill:
         key = (charge.op, mesh.axes.group(mesh.rank, charge.axes))
@@ -86,7 +88,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     for op, ranks in sorted(billed.keys() | paid.keys(), key=lambda key: (paid[key] - billed[key], key)):
         if billed[op, ranks] != paid[op, ranks]:
             more = paid[op, ranks] - billed[op, ranks]
-            # Fewer than billed and no hang: then all ranks of the group left them out.
+            # There are fewer than billed, yet nothing hung, so all ranks of the group left them out.
             hint = f": {more} are not declared" if more > 0 else f": {-more} left out on all of them"
             apart = _places_that_differ(run, bill, op, ranks)
             yield Finding("K1", op, f"{paid[op, ranks]} {_among(mesh, ranks, bill)} {billed[op, ranks]}{hint}{apart}")
@@ -107,11 +109,11 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
     """Compare the bytes of token dispatch with the router's choices, as counted by `watching_routes`.
 
     They are summed over the ranks that share experts: where tokens are sent once per node, a rank also forwards rows of
-    others.
+    other ranks.
     """
     mesh, item = run.model.mesh, run.model.dtype.itemsize
     for what, charge in routed.items():
-        passes, rows, width = run.routed[what]  # recomputation may have passed the door again, with the same rows
+        passes, rows, width = run.routed[what]  # recompute may have passed the door again, with the same rows
         expected = rows * charge.count // passes * width * item
         local = sum(each.num_bytes for each in run.step_collectives if _what(each) == what)
         got, want = mesh.all_reduce_(torch.tensor([local, expected], device=mesh.device), Sum("rows", ("ep",))).tolist()
@@ -123,7 +125,7 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go.
 
-    Only doors that are armed are wrapped: without ep no rows leave a rank.
+    Only armed doors are wrapped: without ep no rows leave a rank.
     """
     doors = [each for part in run.model.parts for each in find_doors(part, Dispatch) if each[1].armed is not None]
     real = [door.armed or door.local for _, door in doors]
@@ -147,7 +149,7 @@ def watching_routes(run: Run) -> Iterator[None]:
 
 
 def _what(each: RecordedCollective) -> str:
-    """Return the name of its charge in the bill: its place, without the direction."""
+    """Return the name of a collective's charge in the bill: its place, without the direction."""
     return each.at.removeprefix(" at ").rpartition(", ")[0]
 
 
@@ -163,7 +165,7 @@ def _pictures(run: Run) -> Pictures:
 
 
 def _stored_as_billed(run: Run) -> Findings:
-    """Compare the bytes of parameters, gradients and optimizer state with the bill, on every rank by itself."""
+    """Compare the bytes of parameters, gradients and optimizer state with the bill, for each rank separately."""
     rank, billed = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
     for stored in run.model.need(run.trial.optimizer).stored(rank):
         billed[stored.what] += stored.num_bytes
@@ -173,7 +175,7 @@ def _stored_as_billed(run: Run) -> Findings:
 
 
 def _among(mesh: Mesh, ranks: tuple[int, ...], bill: Sequence[Charge]) -> str:
-    """Name a group by its ranks and by the axes that the bill knows it by."""
+    """Name a group by its ranks and by its axes in the bill."""
     over = {c.axes for c in bill if mesh.axes.group(mesh.rank, c.axes) == ranks}
     live = {" x ".join(a for a in axes if mesh.axes.size_of(a) > 1) for axes in over}
     return f"among ranks {list(ranks)} ({' or '.join(sorted(live)) or 'no group of the bill'}), the bill says"

@@ -1,7 +1,7 @@
 """H1: check a loss with an entropy term.
 
-With tp, each rank has the logits of a slice of the vocabulary. Ranks combine the entropy of the whole from statistics
-of the slices, in code that a plain loss never runs.
+With tp, each rank has the logits of a slice of the vocabulary. Ranks combine statistics of the slices into the entropy,
+in code that a plain loss never runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def loss_of(scores: losses.Scores, _fields: losses.Fields) -> Tensor:
 
 
 def backward_with_entropy(model: Model, batches: Sequence[Batch], router_aux: str) -> LossAndGrads:
-    """Return the loss of a step and its gradients, and discard them from the model."""
+    """Return the loss of a step and its gradients, and clear the gradients of the model."""
     engine = Engine(model, lr=0.0, loss=loss_of, entropy=True, router_aux=router_aux)
     value, grads = engine.backward(batches), gather(model, "grad")
     engine.discard()
@@ -60,7 +60,7 @@ def h1_of_one(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrad
 def _slopes(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrads) -> tuple[float, float]:
     """Return the norm of a gradient, and the slope of the loss from logits in its direction. They should be equal.
 
-    The gradient is that of the last norm, or with adapters that of the last one. What comes after it is smooth: a
+    The gradient is that of the last norm, or with adapters that of the last adapter. The function after it is smooth; a
     router or an FP8 matmul would jump.
     """
     name = _LAST if _LAST in model.trained else model.trained[-1]

@@ -1,6 +1,6 @@
-"""E2: export after training, in every dtype and format, read each with safetensors, compare with the trained weights.
+"""E2: export after training in every dtype and format, read the files with safetensors, compare with the weights.
 
-The weights differ from the source by then, so an export that copies bytes of the source, or an earlier state, shows.
+By then the weights differ from the source, so an export of the source's bytes, or of an earlier state, shows.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def e2_exports(run: Run) -> Findings:
     """An export after training, in every dtype and in FP8, holds the trained weights, with adapters merged, rounded
     once; adapter files hold their factors.
 
-    All ranks export, as always, and rank 0 reads the files back. It runs only where no other oracle has failed: copies
-    that differ would fail it too.
+    All ranks export, and rank 0 reads the files back. It runs only where no other oracle has failed: copies that differ
+    would fail it too.
     """
     trained, ways, lora = unrounded(run.model), ways_of(run.model.blueprint), run.trial.recipe.lora
     expected = expected_exports(trained, lora)
@@ -62,7 +62,7 @@ def e2_exports(run: Run) -> Findings:
 
 
 def ways_of(blueprint: Blueprint) -> list[Way]:
-    """Return the ways to export a model: not in FP8 if no matrix has whole blocks, and with adapters merged."""
+    """Return the ways to export a model, with adapters merged; FP8 is left out if no matrix has whole blocks."""
     ways = [way for way in _WAYS.items() if way[1].get("format") != "fp8" or in_blocks(blueprint)]
     if blueprint.recipe.lora is None:
         return ways
@@ -104,7 +104,7 @@ def _made(model: Model, way: Way, at: Path) -> dict[str, Tensor]:
 
 
 def _compared(run: Run, way: Way, files: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> Iterator[Finding]:
-    """Compare the keys of one export with the trained weights, each rounded as this way to export should."""
+    """Compare the keys of one export with the trained weights, each rounded as this way should round it."""
     made_of, of_keys = blocks_by_key(run.model.table, run.model.keymap.choice), run.model.keymap.keys
     name, options = way
     for key in (key for key in files if key.startswith(PREFIX)):
@@ -136,7 +136,8 @@ def _values(
     if expected.size is None:
         wrong, guess = actual != expected.value.to(dtype), "an earlier copy is exported, or it is rounded twice"
     else:
-        # The distance between two values of a dtype is eps of them, or below the normal numbers, eps of the smallest.
+        # The distance between neighbouring values of a dtype is eps times the value; for subnormals, eps times the
+        # smallest normal number.
         step, guess = torch.finfo(dtype), "adapters are merged otherwise"
         limit = step.eps * expected.value.abs().clamp(min=step.smallest_normal) + expected.slack
         wrong = ~((actual.double() - expected.value).abs() <= limit)
@@ -150,13 +151,13 @@ def _in_8_bits(
 ) -> Iterator[Finding]:
     """Check that each code is the nearest to its weight, and that the largest weight of a block has the largest code.
 
-    `slack`: the error that a weight may have already.
-    The second check catches scales that are too large, with which every code may be the nearest and still waste bits.
+    `slack`: the error that a weight may have already. The second check catches scales that are too large: every code
+    may then be the nearest, yet bits are wasted.
     """
     size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
     step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
     off = (values - weight.double()).abs()
-    # Above the subnormal numbers the distance between codes grows with the value, below it is constant.
+    # The distance between codes grows with the value; among subnormal numbers it is constant.
     wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST) + slack)
     if wrong.any():
         what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to FP8"

@@ -1,7 +1,7 @@
-"""Which matrices a tensor of a Hugging Face file is made of, from its key and config.json alone.
+"""Split a tensor of a Hugging Face file into its matrices, from its key and config.json alone.
 
-Oracle O1 splits tensors with it before it asks an optimizer of whole matrices, such as Muon, for its plain update. It
-shares nothing with the declarations of `models/`, so a wrong declaration shows.
+Oracle O1 uses it before the plain update of an optimizer of whole matrices, such as Muon. It shares no code with the
+declarations of `models/`, so a wrong declaration shows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tensors with two dims or more that are no matrix: embeddings, heads of scores, convolutions, tables, rows of gates.
+# Tensors with two dims or more that count as no matrix: embeddings, score heads, convolutions, tables, rows of gates.
 _OTHERS = re.compile(
     r"embed_tokens|lm_head|score\.|conv|ple_embedding|shared_expert_gate|patch_embed|pos_embed|block_inject|index_qk|\.lora_"
 )
@@ -23,7 +23,7 @@ _OTHERS = re.compile(
 def indices_of_matrices(
     key: str, shape: Sequence[int], config: Mapping[str, Any], *, by_head: bool = False
 ) -> list[Tensor]:
-    """Return the matrices of a tensor as indices into its flat elements; none for what is no matrix.
+    """Return the matrices of a tensor as indices into its flat elements; an empty list if it is no matrix.
 
     `by_head`: split queries, keys and values further, into a matrix for each head, or key head of a delta net.
     """
@@ -54,7 +54,7 @@ def _halves(expert: Tensor, hidden: Any, is_pair: bool) -> list[Tensor]:
 
 
 def _of_delta_net(key: str, at: Tensor, text: Mapping[str, Any], by_head: bool) -> list[Tensor]:
-    """Return q, k and v, their gate z, b and a: one below the other in Qwen3.5, by key head in Qwen3-Next."""
+    """Return q, k and v, their gate z, b and a: stacked in Qwen3.5, interleaved by key head in Qwen3-Next."""
     num, key_dim = text["linear_num_key_heads"], text["linear_key_head_dim"]
     ratio = text["linear_num_value_heads"] // num
     value_dim = ratio * text["linear_value_head_dim"]

@@ -1,7 +1,7 @@
 """P1: measure what FP8 matmuls cost a model in loss, predictions and gradients, relative to bfloat16.
 
-FP8 changes the numbers by design, so no bound on single values applies. What training needs is that gradients keep
-their direction.
+FP8 changes the numbers by design, so no bound on single values applies. Training needs gradients to keep their
+direction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from .reference import Trial
 from .results import Finding, Margin, Notes
 
-_ALARM = 0.9  # the least cosine of all gradients; where some tokens go to other experts, 0.985 is usual
+_ALARM = 0.9  # the lowest accepted cosine of all gradients; 0.985 is usual if some tokens change experts
 
 
 @dataclass(frozen=True)

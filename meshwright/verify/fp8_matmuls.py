@@ -1,6 +1,6 @@
 """Q1: compare each FP8 matmul with its definition, on one process and on every rank.
 
-One process and the ranks run the same code, so a mistake in the matmul itself would not show between them. The
+One process and the ranks run the same code, so comparing them would not show a mistake in the matmul itself. The
 definition divides each block of an operand by its scale, rounds to E4M3 by a table of all values, multiplies by the
 scale again, and multiplies the matrices in float64. Blocks are those of DeepSeek-V3 (arXiv:2412.19437): 1 x 128 for
 activations, 128 x 128 for weights.
@@ -26,7 +26,7 @@ from ..ops.matmul import _Linears
 from ..ops.norms import upcast
 from .results import Finding, Margin, Notes
 
-# Relative to the norm of a result. A result in bfloat16 is rounded once, which costs 1.6e-3; FP8 costs ten times that.
+# Relative to the norm of a result. Rounding a result to bfloat16 costs 1.6e-3; FP8 costs ten times that.
 _ALLOWED = {torch.float64: 1e-9, torch.bfloat16: 4e-3}
 _MATCHES = {torch.float64: 1e-6, torch.bfloat16: 4e-3}  # the distance to a matmul with a known mistake
 # All magnitudes of E4M3: subnormal numbers below 2^-6, then 8 per power of two. The last code is NaN, so 448 is the
@@ -48,7 +48,8 @@ def nearest(quotients: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, block: tuple[int, int], *, multiplied: bool = False) -> Tensor:
-    """Quantise a matrix to FP8 with a scale per block, and dequantise it. `multiplied`: with a known mistake."""
+    """Quantise a matrix to FP8 with a scale per block, and dequantise it. `multiplied`: make the mistake of
+    `_multiplied`."""
     (rows, columns), (height, width) = x.shape, block
     scales = x.abs().view(rows // height, height, columns // width, width).amax((1, 3)) / _SIZES[-1]
     scales = scales.where(scales > 0, 1.0).repeat_interleave(height, 0).repeat_interleave(width, 1)
@@ -104,8 +105,8 @@ _OF_WEIGHT = (("its operands are rounded, and should not be", _rows, _rows),)
 class Fp8Matmul:
     """One FP8 matmul: its operands, its result, and the gradients of a backward pass.
 
-    `name`: of the parameter; the first, where several are joined. `y`: without the bias. `gradients`: those of "y", "x"
-    and "weight", as far as they exist.
+    `name`: the parameter, or the first of several joined ones. `y`: the result without bias. `gradients`: those of "y",
+    "x" and "weight", as far as they exist.
     """
 
     name: str
@@ -118,8 +119,8 @@ class Fp8Matmul:
 def q1_matmuls(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
     """The FP8 matmuls are those that `fp8=` selects, and equal their definition, forward and backward.
 
-    If a result is off, the matmul is computed once more with each known mistake. One that gives just that result is
-    named as the likely cause.
+    If a result is off, the matmul is computed once more with each known mistake. A mistake that gives the same result
+    is named as the likely cause.
     """
     selected = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
     with watch_fp8(engine.model) as watch:
@@ -146,8 +147,8 @@ def q1_matmuls(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterat
 
 
 def _of_scales(name: str, actual: Tensor, expected: Tensor) -> Finding:
-    """Return the finding for wrong scales. A shard with some rows of a block takes a scale that is too small, since its
-    largest value is at most that of all rows, or 1 where it has no rows."""
+    """Return the finding for wrong scales. A shard with some rows of a block takes a scale that is too small, because
+    its largest value is at most that of all rows; without rows it takes the scale 1."""
     of_some = bool(((actual <= expected) | (actual == 1)).all())
     detail = (
         f"{int((actual != expected).sum())} of {expected.numel()} scales are not those of the values that ranks store"
@@ -161,8 +162,8 @@ def _off(actual: Tensor, expected: Tensor) -> float:
 
 
 def _compared(matmul: Fp8Matmul) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
-    """Yield each result of a matmul: its name, what ran, its definition, and the result for operands rounded by two
-    other functions.
+    """Yield each result of a matmul: its name, the actual result, the definition, and the result for operands rounded
+    by two other functions.
 
     y = x W^T and dx = dy W take rounded operands. dW = dy^T x takes them unrounded.
     """
@@ -184,13 +185,13 @@ def _wide(operand: Tensor) -> Tensor:
 
 @dataclass
 class _Call:
-    """A call of a matmul op: of several joined weights, or of the experts of a rank."""
+    """A call of a matmul op, with several joined weights or with the experts of a rank."""
 
     names: Sequence[str]
     x: Tensor
     weights: Sequence[Tensor]
     bias: Tensor | None
-    counts: Sequence[int] | None  # of rows for each expert
+    counts: Sequence[int] | None  # number of rows of each expert
     y: Tensor = field(init=False)
     gradients: dict[object, Tensor] = field(default_factory=dict)  # of "y", "x" and the weights by their number
 
@@ -229,7 +230,7 @@ def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
 
 
 class Fp8Watch:
-    """The FP8 matmuls that ran while it watched a model.
+    """Records the FP8 matmuls of a model while it watches.
 
     FSDP frees a gathered weight after use, and may gather it as FP8 codes alone. So operands are copied when a matmul
     runs, as the values that they had before rounding.
@@ -242,7 +243,7 @@ class Fp8Watch:
         stored = {n: p for n, p in parameters.items() if n in model.low.names and isinstance(p, DTensor)}
         # of parameters that FSDP gathers as FP8: the scales that arrived, and the scales of the stored values
         self.scales: dict[str, tuple[Tensor, Tensor]] = {}
-        # Codes arrive without the values they were rounded from, so gather these. All ranks do, in the same order.
+        # Codes arrive without the values that they were rounded from, so all ranks gather these, in the same order.
         self._values = {name: p.full_tensor().detach().to(model.dtype) for name, p in stored.items()}
 
     @property
@@ -254,16 +255,16 @@ class Fp8Watch:
             yield from call.matmuls()
 
     def linears(self, x: Tensor, bias: Tensor | None, fp8: Fp8, *weights: Tensor) -> Tensor:
-        """Run the op for one or several joined weights, and note it if it is in FP8."""
+        """Run the op for one or several joined weights, and record it if it is in FP8."""
         if not fp8:
             return _LINEARS(x, bias, fp8, *weights)
         call = self._call(x, weights, bias, None)
-        # A weight gradient that is deferred (zero bubble) needs the parameter itself, not a view of it.
+        # A deferred weight gradient (zero bubble) needs the parameter itself, not a view of it.
         watched = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
         return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *watched))
 
     def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: Fp8) -> Tensor:
-        """Run the op for the experts of a rank, and note it if it is in FP8."""
+        """Run the op for the experts of a rank, and record it if it is in FP8."""
         if not fp8:
             return _EXPERTS(x, weight, counts, fp8)
         call = self._call(x, [weight], None, counts)
@@ -272,7 +273,7 @@ class Fp8Watch:
         )
 
     def _name(self, weight: Tensor) -> str:
-        """Return the parameter whose memory a weight shares, or of whose rows it is a copy."""
+        """Return the name of the parameter whose memory a weight shares, or whose rows it copies."""
         held = {name: p for part in self._parts for name, p in part.named_parameters() if not isinstance(p, DTensor)}
         home = _codes(weight).untyped_storage().data_ptr()
         shared = (name for name, p in held.items() if _codes(p).untyped_storage().data_ptr() == home)
@@ -281,7 +282,7 @@ class Fp8Watch:
         return next(shared, "") or next(copies, "something else")
 
     def _values_of(self, name: str, weight: Tensor) -> Tensor:
-        """Return the values of a weight before rounding: where FSDP has gathered codes, those that ranks store."""
+        """Return the values of a weight before rounding: where FSDP gathers codes, the values that ranks store."""
         if not isinstance(weight, Quantised):
             return weight.detach().clone()  # FSDP frees what it has gathered
         first = weight.codes.storage_offset() // weight.shape[-1]
@@ -291,14 +292,14 @@ class Fp8Watch:
         return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
-        """Note a call before it runs."""
+        """Record a call before it runs."""
         names = [self._name(weight) for weight in weights]
         values = [self._values_of(name, weight).to(x.dtype) for name, weight in zip(names, weights, strict=True)]
         self._calls.append(_Call(names, x.detach(), values, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
 
     def _made(self, call: _Call, y: Tensor) -> Tensor:
-        """Note the result of a call, and return it such that its gradient is noted too."""
+        """Record the result of a call, and return it so that its gradient is recorded too."""
         call.y = y.detach()
         return call.watch("y", y)
 

@@ -1,8 +1,8 @@
 """Independent implementations of labels, the mean loss, the optimizer and the choice of experts.
 
-A mesh is compared with one process that runs the same code, so a mistake that both make would not show. These checks
-compare that process with a few plain lines that use neither `pack` nor the engine. They also cover what
-transformers does not define: how micro-batches make up a step, and how it updates.
+A mesh is compared with one process that runs the same code, so a mistake in both would not show. These checks compare
+that process with a few plain lines that use neither `pack` nor the engine. They also cover what transformers does not
+define: how micro-batches make up a step, and how a step updates weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def notes_of(
 def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Check that gradients are handed out in the dtype in which they are summed.
 
-    Rounded to the dtype of the files, a wrong gradient could agree with the right one.
+    After rounding to the dtype of the files, a wrong gradient could equal the right one.
     """
     wide = {tensor.dtype for tensor in engine.model.stored().values()}
     for key, grad in grads.items():
@@ -89,7 +89,8 @@ def _mean(
 ) -> Iterator[Finding]:
     """Check that the loss is the sum of weighted terms divided by the sum of weights, from the model's own scores.
 
-    Over the whole step: a mean of the means of micro-batches weighs tokens of short ones more (torchtitan#2206).
+    Both sums are over the whole step: a mean of micro-batch means gives tokens of short micro-batches more weight
+    (torchtitan#2206).
     """
     terms, weight = (sum(each) for each in zip(*(batch for of_rank in sums for batch in of_rank), strict=True))
     expected, allowed = terms / weight + aux, trial.tolerance.loss
@@ -109,7 +110,7 @@ def mtp_of_one(
         return
     allowed = trial.tolerance.loss
     compared = [("loss", record.loss, alone[0])]
-    if trial.dtype == torch.float64:  # rounding may change the likeliest word, and makes ties
+    if trial.dtype == torch.float64:  # rounding may change the likeliest word, and make ties
         compared.append(("acceptance", record.acceptance, alone[1]))
     for name, actual, expected in compared:
         error = abs(actual - expected)
@@ -147,7 +148,7 @@ def _loads(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: 
         bounds = [each for rank in range(trial.axes.num_data_ranks) for each in trial.data.bounds(rank, number)]
         num_tokens, num_documents = sum(each[-1] for each in bounds), sum(len(each) - 1 for each in bounds)
         expected = [balance.top_k * num_tokens] * balance.num_layers
-        if engine.mtp is not None:  # the last token of a document has no next one
+        if engine.mtp is not None:  # no next token follows the last one of a document
             expected += [balance.top_k * (num_tokens - num_documents)]
         if step.loads.sum(1).tolist() != expected:
             what = f"one process counts {step.loads.sum(1).tolist()} choices by layer in step {number}"
@@ -183,7 +184,7 @@ def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:
 class _Parameter:
     """A tensor of the files in float64, and its optimizer state, as the textbook formula leaves them.
 
-    `matrices`: indices of the matrices that are updated apart; none if it is updated as it is.
+    `matrices`: indices of the matrices that are updated separately; empty if the tensor is updated as a whole.
     """
 
     weight: Tensor
@@ -215,7 +216,7 @@ def _parameter(engine: Engine, key: str, param: Param, weight: Tensor) -> _Param
 def _declared_as_others(
     engine: Engine, params: Mapping[str, _Parameter], declared: Mapping[str, Param]
 ) -> Iterator[Finding]:
-    """Yield a finding for each tensor that is a matrix by its key and by its declaration is none, or the reverse."""
+    """Yield a finding for each tensor whose key makes it a matrix but whose declaration does not, or the reverse."""
     for key, param in params.items():
         is_matrix = bool(indices_of_matrices(key, param.weight.shape, engine.model.config))
         if engine.optimizer.options.needs_whole_matrix and is_matrix != (declared[key].matrices is not None):
@@ -229,9 +230,9 @@ def o1_updates(
     """The updates of one process are those of the optimizer's textbook formula.
 
     That is `Optimizer.plain_update` in float64, with the schedule, clipping by one norm over all gradients (with
-    mtp="head" by another for the MTP head), and weight decay of parameters with two dims or more, but for adapters.
-    Rows of a table that have no gradient stay. An optimizer of whole matrices gets each matrix of a tensor
-    apart. `before`: the weights before the first step.
+    mtp="head" the MTP head has its own norm), and weight decay of parameters with two dims or more, except adapters.
+    Table rows without a gradient stay unchanged. An optimizer of whole matrices gets each matrix of a tensor
+    separately. `before`: the weights before the first step.
     """
     apart = engine.model.recipe.mtp == "head"
     table, choice = engine.model.table, engine.model.keymap.choice
@@ -268,7 +269,7 @@ def o1_updates(
                 yield Finding(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
-            # Go on from the engine's weights, so that one wrong update is one finding.
+            # Continue from the engine's weights, so that one wrong update gives one finding.
             params[key] = replace(params[key], weight=step.weights[key].double(), state=state)
     num = sum(grad.numel() for step in steps for grad in step.grads.values())
     notes.add_margin(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
@@ -313,8 +314,8 @@ def _guess(
 ) -> str:
     """Return the mistake that gives exactly this weight, or "".
 
-    `lrs`: of this step, the next, the previous. `clips`: the factor that clipping multiplies the gradient by, and the
-    factor if it also scaled small gradients up to max_norm.
+    `lrs`: the learning rates of this step, the next and the previous one. `clips`: the factor that clipping multiplies
+    the gradient by, and the factor if it also scaled small gradients up to max_norm.
     """
     (now, later, before), (clip, to_most) = lrs, clips
     mistakes = {

@@ -1,7 +1,7 @@
-"""Run a function on n local processes, forked from this one. A hang or a death is an error that names the ranks.
+"""Run a function on n local processes, forked from this one. A hang or a death raises an error that names the ranks.
 
 Fork, not spawn: whatever the caller has imported, registered or patched exists on every rank, and the function may be a
-closure. In return the caller must not have made a process group or used a device, since neither survives a fork.
+closure. In return, the caller must not have made a process group or used a device, since neither survives a fork.
 
 Ranks talk to this process through files of a temporary directory. A file survives the death of its writer, and is whole
 or absent because it is renamed into place.
@@ -50,10 +50,12 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
 
 
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
-    """Serve the store in this process, as torchrun does, so that it outlives every rank; return who was lost.
+    """Serve the store in this process, as torchrun does, so that it outlives every rank; return a description of lost
+    ranks.
 
-    The store starts after the fork and ends with this call, which raises nothing whose traceback would keep it alive.
-    A rank forked while a store exists inherits a copy without its thread, and hangs when it drops that copy.
+    The store starts after the fork and ends with this call. Nothing is raised here, because a traceback would keep the
+    store alive. A rank forked while a store exists inherits a copy without its thread, and hangs when it drops that
+    copy.
     """
     store = serve_store()
     for _ in ranks:
@@ -64,7 +66,7 @@ def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Pa
 def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
     """Wait until all ranks have ended, one has failed, or the time is over. Then kill the others.
 
-    -> who died or hung, and the last place of every rank
+    -> the ranks that died or hung, and the last place of every rank
     """
     deadline = time.monotonic() + seconds
     try:
@@ -85,9 +87,9 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
     failed = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
     died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in failed}
     hung = [rank for rank, p in enumerate(ranks) if p.is_alive()]
-    # A death comes first, whatever else happened: ranks that wait for the dead one hang or fail after it.
+    # Report a death before anything else: ranks that wait for the dead one hang or fail after it.
     if not died and (failed or not hung):
-        return ""  # a rank that failed is why others hang: they wait for it
+        return ""  # a failed rank explains why other ranks hang: they wait for it
     codes = ", ".join(map(str, died.values()))
     how = f"died without an error (exit code {codes})" if died else f"hung for {seconds:g} s, the time limit"
     return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *last_seen(store, range(len(ranks)))])

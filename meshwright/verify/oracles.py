@@ -1,8 +1,8 @@
-"""The oracles: what must hold of a run on any mesh. Each is a function that yields a finding for each violation.
+"""The oracles of `verify`: properties that hold on any mesh. Each is a function that yields a finding per violation.
 
 The tests and the `verify` command share them. Every rank calls every oracle in the same order, since some gather or
 reduce; findings name the parameter, the numbers and the likely cause. The first sentence of an oracle's docstring is
-what `meshwright verify` prints under "holds if". Oracles of collectives are in `collective_checks.py`, those of one
+what `meshwright verify` prints under "holds if". Oracles of collectives are in `collective_checks.py`, and those of one
 process in `independent_checks.py` and `transformers_oracles.py`.
 
 A mistake makes everything after it wrong too. So the first oracle that fails writes its name to `run.blame`, and later
@@ -31,8 +31,8 @@ from .results import Finding
 from .weight_checks import checksum_of, weight_differences
 from .whole_state import whole_state
 
-_STEEP = 30.0  # how much more rounding may move a gradient that comes through a steep function
-_LESS_THAN_LOST = 0.9  # of its norm: a gradient of zeros is 1 off
+_STEEP = 30.0  # factor by which rounding may move a gradient more if it comes through a steep function
+_LESS_THAN_LOST = 0.9  # relative to its norm: a gradient of zeros is off by 1
 
 
 def w1_load(run: Run) -> Findings:
@@ -52,7 +52,8 @@ def w1_load(run: Run) -> Findings:
 
 
 def _fresh_weights(run: Run) -> Findings:
-    """Compare what the source lacks, such as adapters. Loading draws it, and it must not depend on the mesh."""
+    """Compare the weights that the source lacks, such as adapters. Loading draws them, and they must not depend on the
+    mesh."""
     fresh, expected = fresh_weights(run.model), run.reference.fresh
     for name, tensor in fresh.items():
         if not _same_bits(tensor, expected[name]):
@@ -160,7 +161,7 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
     """Every gradient of every step is that of one process. Call it between backward and update.
 
     Whole gradients are gathered on rank 0 under the names of the files. Findings begin with those nearest to the loss:
-    an error in the backward pass spreads to all that backward reaches later.
+    an error in the backward pass spreads to all gradients that backward computes later.
     """
     ref = run.reference.steps[step]
     if not ref.grads or (step and run.blame):  # an earlier error makes these wrong too
@@ -180,11 +181,12 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
             if not error <= limit:
                 wrong.append(names)
         run.record("G1", "gradients", len(grads), worst, limit, at)
-    # Rank 0 alone has compared. What may differ between ranks must not decide which collectives they issue next.
+    # Only rank 0 has compared. A result that may differ between ranks must not decide which collectives they issue
+    # next.
     if not everywhere(run.model.mesh, [len(wrong)])[0][0]:
         return
     made = suspects(run.model, grads, wrong, run.reference, step)  # on all ranks: it reduces gradients again
-    # An error of the forward pass (`blame`) explains all gradients, so what the wrong ones share would mislead.
+    # An error of the forward pass (`blame`) explains all gradients, so a common property would mislead.
     shared = "" if run.blame else common_property(run.model, made, ref.grads)
     for name, suspect in made.items():
         what, guess = cause_of(suspect)
@@ -194,10 +196,10 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
 
 
 def _moved(run: Run, key: str) -> float:
-    """Return by how much more rounding may move the gradient of a key than that of others.
+    """Return the factor by which rounding may move the gradient of a key more than other gradients.
 
-    The gate of n-grams has a root with slopes to 500 near 0, where rounding of its argument moves a slope as a whole.
-    One token can then be most of the gradient. float64 rounds so little that its bound stands.
+    The gate of n-grams takes a root with slopes up to 500 near 0, where rounding of the argument changes the whole
+    slope. One token can then be most of the gradient. float64 rounds so little that its bound holds.
     """
     made_of = blocks_by_key(run.model.table, run.model.keymap.choice)
     steep = any(param.steep for param, _ in made_of.get(key, ()))
@@ -207,8 +209,8 @@ def _moved(run: Run, key: str) -> float:
 
 
 def _compared_together(run: Run, names: list[str]) -> list[list[str]]:
-    """Group the keys that are compared as one tensor: each alone, but in bfloat16 all experts of a layer, since
-    rounding sends tokens to other experts."""
+    """Group the keys that are compared as one tensor: each key alone, but in bfloat16 all experts of a layer together,
+    since rounding sends tokens to other experts."""
     if run.trial.dtype != torch.bfloat16:
         return [[name] for name in names]
     made_of = blocks_by_key(run.model.table, run.model.keymap.choice)
@@ -260,7 +262,8 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
     if not error <= limit:
         name = "norm" + (f" of step {step}" if step else "")
         yield Finding("N1", name, f"{_named(norms)}, one process has {_named(expected.norms)}", run.blame)
-    # Ranks agree on the verdict: with another `blame`, a rank would skip oracles that the others run, and they hang.
+    # Ranks agree on the verdict: a rank with a different `blame` would skip oracles that other ranks run, and these
+    # would hang.
     if any(n for (n,) in everywhere(run.model.mesh, [int(not error <= limit)])):
         run.blame = run.blame or f"the norm of step {step} is wrong, see N1"
     run.record_once("N1", "norms", 1, error, limit)
@@ -281,7 +284,7 @@ def _named(norms: Sequence[float]) -> str:
 
 def _norm_of_ones(run: Run) -> Findings:
     """Count elements by a norm of ones, which is exact: an element counted twice or not at all shows as an integer."""
-    pieces = run.model.pieces  # what is stored in 4 bits has fewer bytes than elements
+    pieces = run.model.pieces  # a tensor stored in 4 bits has fewer bytes than elements
     ones = {name: torch.ones(pieces[name].shape, device=t.device) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
     squared = sum(norm**2 for norm in run.engine.norms(ones))
@@ -296,8 +299,8 @@ def _norm_of_ones(run: Run) -> Findings:
 def u1_update(run: Run, step: int, before: Mapping[str, Tensor], with_gradient: Set[str]) -> Findings:
     """Every parameter with a gradient moves and stays finite.
 
-    In float64 the weights after each update are also those of one process. Not in a narrower dtype: AdamW divides by
-    the root of the second moment, and so makes a whole step of a gradient that is only rounding.
+    In float64 the weights after each update are also those of one process. A narrower dtype does not allow this: AdamW
+    divides by the root of the second moment, so a gradient that is only rounding makes a whole step.
 
     `before`: the weights of this rank before the first step. `with_gradient`: its parameters whose first gradient is
     not zero.
@@ -400,7 +403,7 @@ def d1_documents(run: Run) -> Findings:
 
 
 def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
-    """Compare one batch. All ranks run the same one, though data ranks train on others."""
+    """Compare one batch. All ranks run the same batch, though data ranks train on different ones."""
     model, limit, bounds, ref = run.model, run.trial.tolerance.logprob, batch.bounds, run.reference
     with recorded_forward(model) as record:
         packed = scores_of(model, batch).cpu()
@@ -412,7 +415,7 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
     at = f"document {errors.index(max(errors))} of batch {number}"
     run.record("D1", "documents on all ranks", len(errors), max(errors), limit, at)
     # `logprobs` never forms the logits of the whole vocabulary. Compare it with a softmax that does. All ranks take
-    # part, whatever they have measured.
+    # part, whatever they measured.
     whole = (packed - by_logits(model, batch).cpu()).abs().max().item()
     run.record_once("D1", "scores compared with those of the logits", len(batch), whole, limit)
     if not any(n for (n,) in everywhere(model.mesh, [len(off)])):
@@ -420,10 +423,10 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
             what = f"log-probabilities of batch {number} are {whole:.1e} off those of its logits"
             yield Finding("D1", "logits", what, _unmasked(packed, batch))
         return
-    # No submodule differs but the scores do: then it is the head. Document 0 has none before it, so if it is wrong too,
-    # tokens of other documents cannot be the cause.
+    # No submodule differs but the scores do: then it is the head. No document precedes document 0, so if it is wrong
+    # too, tokens of other documents cannot be the cause.
     wrong = wrong or FirstWrong("head", leak=0 not in off, ratio=float("nan"))
-    leak = wrong.leak and 0 not in off and wrong.part.endswith("mixer")  # only in a mixer do tokens see others
+    leak = wrong.leak and 0 not in off and wrong.part.endswith("mixer")  # tokens see each other only in a mixer
     guess = run.blame or (
         "a leak from the documents before" if leak else about_doors(model, wrong.part, record.doors_passed)
     )

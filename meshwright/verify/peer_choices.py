@@ -1,4 +1,4 @@
-"""Let transformers choose experts and blocks of keys as we do: the first of equals, and again what it chose before."""
+"""Make transformers choose experts and key blocks reproducibly: the first of equal scores, or recorded choices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @contextmanager
 def first_of_equals() -> Iterator[None]:
-    """Let the top k of equal numbers be the first of them.
+    """Make top-k take the first of equal numbers.
 
-    Scores of an indexer are sums of relu, so several are often 0, and torch takes any. Ours takes the first, on every
-    device and mesh.
+    Scores of an indexer are sums of relu, so several are often 0, and torch takes any of them. Our indexer takes the
+    first, on every device and mesh.
     """
     with _indices_from(_first):
         yield

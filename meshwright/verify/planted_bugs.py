@@ -31,9 +31,9 @@ from .reference import weight_of
 class Bug:
     """A known mistake, and how to plant it in this process.
 
-    `what`: a sentence for the report. `axes`: it shows only where one of them is larger than 1; on any mesh if empty.
-    `plant`: patches the package. `loading`: it shows in the loaded weights, without training. `adapters`: it is one of
-    adapters (--lora).
+    `what`: a sentence for the report. `axes`: the bug shows only if one of these axes is larger than 1; if empty, it
+    shows on any mesh. `plant`: patches the package. `loading`: it shows in the loaded weights, without training.
+    `adapters`: it is a bug of adapters (--lora).
     """
 
     what: str
@@ -44,7 +44,7 @@ class Bug:
 
 
 def _sum_left_out() -> None:
-    """Skip the last reductions: of norms over tp, and of other gradients that FSDP does not reduce."""
+    """Skip the last reductions: of the gradients of norms over tp, and of other gradients that FSDP does not reduce."""
     parallel.finish = lambda *_: None
 
 
@@ -72,7 +72,7 @@ def _leak() -> None:
 
 
 def _mean_of_means() -> None:
-    """Divide each micro-batch by its own targets, which gives tokens of short ones too large a weight."""
+    """Divide each micro-batch by its own targets, which gives tokens of short micro-batches too large a weight."""
     real = engine_module.Engine._share
 
     def share(self: Any, batch: Any, scores: Any, step: Any) -> Tensor:
@@ -83,7 +83,7 @@ def _mean_of_means() -> None:
 
 
 def _update_lost() -> None:
-    """Update a copy of the first parameter, as an optimizer does that was built before the model was sharded."""
+    """Update a copy of the first parameter, like an optimizer that was built before the model was sharded."""
     real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float, clip: Any = None) -> None:
@@ -94,7 +94,7 @@ def _update_lost() -> None:
 
 
 def _drawn_by_rank() -> None:
-    """Draw each rank's adapters from a seed of its own, as wrappers do that are added after sharding."""
+    """Draw each rank's adapters from its own seed, like wrappers that are added after sharding."""
     real = model_module.fill_fresh
 
     def fill(param: Any, piece: Any, stored: Tensor, seed: int) -> None:
@@ -104,13 +104,13 @@ def _drawn_by_rank() -> None:
 
 
 def _merge_left_out() -> None:
-    """Export the base, as trainers do that unmerge before the tensors are read."""
+    """Export the base weights, like a trainer that unmerges before the tensors are read."""
     merged.MergedValues.__getitem__ = merged.Values.__getitem__  # type: ignore[method-assign]
     merged.MergedValues.views = merged.Values.views  # type: ignore[method-assign]
 
 
 def _own_rows() -> None:
-    """Write an adapter with the rows of the rank that writes it, and zeros for those of the others."""
+    """Write an adapter with only the rows of the writing rank, and zeros for the rows of other ranks."""
     real = export_adapters.factors_on_rank_0
 
     def factors(model: Any) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ BUGS: dict[str, Bug] = {
 
 
 def check_felt(name: str, axes: Axes, *, training: bool, adapters: bool) -> None:
-    """Refuse a bug that may change nothing in this run, which would prove nothing if it passes."""
+    """Refuse a bug that may change nothing in this run: if the run passed, that would prove nothing."""
     if bug(name).adapters and not adapters:
         raise ConfigError(f"--plant {name} is a bug of adapters, and changes nothing without them; add --lora")
     wanted = bug(name).axes

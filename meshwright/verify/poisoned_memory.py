@@ -1,4 +1,4 @@
-"""Fill uninitialised memory with NaN, so that a value that no code wrote shows, whatever the page held before."""
+"""Fill uninitialised memory with NaN, so that an element that no code writes shows, whatever the page held before."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ALLOCATIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"
 def poisoned_memory() -> Iterator[None]:
     """Initialise torch's uninitialised tensors with NaN.
 
-    A gradient of which a part is never written is 0 on a fresh page and garbage on a used one, so a small trial may
-    pass by luck. The functions are replaced, because torch's own ways do not fit:
+    A part of a gradient that is never written is 0 on a fresh page and garbage on a used one, so a small trial may pass
+    by luck. Replacing the functions is necessary, because torch's own ways do not fit:
     `torch.utils.deterministic.fill_uninitialized_memory` needs deterministic algorithms, which run other kernels than
     real training, and a `TorchFunctionMode` is not active in backward.
     """
@@ -37,7 +37,7 @@ def poisoned_memory() -> Iterator[None]:
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap an allocation. Integers stay as they are: they have no NaN.
 
-    A DTensor is filled through its shard, and a fake tensor has no memory: dispatch of each new shape in either took a
+    A DTensor is filled through its shard, and a fake tensor has no memory: dispatching each new shape in either took a
     fifth of the time of a trial with FSDP.
     """
 

@@ -1,8 +1,8 @@
-"""Record every collective that really runs: operation, ranks, bytes.
+"""Record every collective that runs: operation, ranks, bytes.
 
 The recorder hooks into torch's dispatcher, so it sees collectives of FSDP, of autograd and of compiled code as well as
-Meshwright's own. A `Recorder` with a store also makes the ranks of a group compare what they are about to do. Ranks
-that disagree then raise an error that names each rank's place. Without that, they would hang until the timeout.
+Meshwright's own. A `Recorder` with a store also makes the ranks of a group compare their next collective. Ranks that
+disagree raise an error that names each rank's place, instead of hanging until the timeout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 class RecordedCollective:
     """One collective. `num_bytes` is its larger side; for an all-to-all, what the rank receives.
 
-    `at`: the door, or other place, that the code had announced when it ran (`watch.waits_at`).
+    `at`: the place, such as a door, that the code had announced when the collective ran (`watch.waits_at`).
     """
 
     op: str
@@ -53,8 +53,8 @@ class RecordedCollective:
 class Recorder:
     """A context manager that records: `with Recorder() as recorder: ...`, then `recorder.collectives`.
 
-    Only collectives pass through it, from whatever thread, so all other work runs at full speed. Leaving and entering
-    it again continues the same record.
+    Only collectives pass through it, from any thread, so all other work runs at full speed. A recorder that is entered
+    again continues the same record.
     """
 
     def __init__(self, store: Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
@@ -85,7 +85,7 @@ class Recorder:
     def _agree(self, local: str, ranks: tuple[int, ...]) -> None:
         """Wait until all ranks of the group have announced their next collective; raise if they differ.
 
-        Each rank numbers the collectives of a group by itself (`turn`), so ranks that agreed so far meet under one key.
+        Each rank numbers the collectives of a group (`turn`), so ranks that agreed so far meet under one key.
         """
         if self._store is None or len(ranks) < 2:
             return
@@ -119,7 +119,7 @@ def _listen() -> list[Library]:
     """Intercept all collectives of this process, once and for good. Without a recorder they pass straight through.
 
     The key is BackendSelect, the last that is dispatched before the backend. Compilers, autograd and selective
-    checkpointing come before it, so what they answer from saved results is not counted as a collective. The returned
+    checkpointing come before it, so a collective that they answer from saved results is not counted. The returned
     libraries must stay alive: torch drops the interception with them.
     """
     libraries = []
@@ -137,8 +137,8 @@ def _listen() -> list[Library]:
 def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """Run a collective and note it with all recorders.
 
-    Not counted: a collective that another is implemented with, which is why the list is empty while one runs; and one
-    on meta or fake tensors, which a compiler only traces.
+    Two kinds are not counted: a collective that implements another one, so the list is empty while one runs; and a
+    collective on meta or fake tensors, which a compiler only traces.
     """
     keys = keys.remove(torch._C.DispatchKey.BackendSelect)
     if not _RECORDERS:

@@ -1,8 +1,8 @@
 """A trial (source, mesh, data, options), and the reference: the same training steps on one process.
 
 Data differs on every data rank, and ranks have different numbers of targets, so a mistake in a divisor or a reduction
-changes the result. The reference runs with none of the options that a mesh or a memory budget asks for, with other
-chunk and part sizes, and with hardly any padding: whatever must not matter differs between the two.
+changes the result. The reference runs without the options that serve a mesh or a memory budget, with other chunk and
+part sizes, and with hardly any padding. So everything that must not change the result differs between the two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .small_data import LONG_STEP, Data
 from .whole_state import whole_state
 
 LR = 1e-3
-MAX_NORM = 1.0  # small models have gradient norms on both sides of it, so clipping is tried on and off
+MAX_NORM = 1.0  # small models have gradient norms above and below it, so clipping is tried on and off
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def uncompiled(recipe: Recipe) -> Recipe:
 class Trial:
     """Everything that defines a run: the same on one process and on the mesh, up to the mesh and its options.
 
-    `keeps_all`: stores gradients and weights of every step, for which a large model has no room. `draws`: also draws
-    new weights, which must not depend on the mesh. `thorough`: also checks a loss with entropy, and exports, where they
-    are possible. `small_parts`: on the mesh, multiplies the part sizes that split a tiny model; 0: sizes of real runs.
+    `keeps_all`: store gradients and weights of every step; a large model has no room for them. `draws`: also draw new
+    weights, which must not depend on the mesh. `thorough`: also check a loss with entropy, and exports, where possible.
+    `small_parts`: on the mesh, multiply the part sizes that split a tiny model by this; 0: sizes of real runs.
     `checkpoint`: where the mesh saves before its last step; None: nowhere.
     """
 
@@ -109,7 +109,7 @@ class Trial:
 
     @property
     def checks_fp8_matmuls(self) -> bool:
-        """True where Q1 compares each FP8 matmul with its definition. In bfloat16 that is the device's kernel."""
+        """True where Q1 compares each FP8 matmul with its definition. In bfloat16 that checks the device's kernel."""
         return self.recipe.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
 
     @property
@@ -133,7 +133,7 @@ class Trial:
 
     @property
     def checks_resuming(self) -> bool:
-        """True where E3 resumes a checkpoint: of adapters, whose checkpoints hold them alone."""
+        """True where E3 resumes a checkpoint: runs with adapters, whose checkpoints hold only adapters."""
         return self.is_proof and self.recipe.lora is not None and self.checkpoint is not None
 
     @property
@@ -158,15 +158,16 @@ class Trial:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
 
     def packed(self) -> list[Batch]:
-        """Return the batches whose documents are also run alone: data rank 0's of the first and of the long step."""
+        """Return the batches whose documents are also run alone: those of data rank 0 in the first and in the long
+        step."""
         long = self.data(0, LONG_STEP) if self.data.long and self.steps > LONG_STEP else []
         return self.data(0, 0) + long
 
     def all_batches(self, step: int = 0) -> list[Batch]:
         """Return the whole step for one process.
 
-        Each micro-batch is that of all data ranks joined into one stream, since the router's aux loss is pooled over
-        them. It has hardly any padding, so a mesh that counts padding differs.
+        Each micro-batch joins those of all data ranks into one stream, since the router's aux loss is pooled over data
+        ranks. It has hardly any padding, so a mesh that counts padding differs.
         """
         ranks = (self.data(rank, step) for rank in range(self.axes.num_data_ranks))
         joined = [_joined(each) for each in zip(*ranks, strict=True)]
@@ -179,7 +180,7 @@ def lr_of_trial(step: int) -> float:
 
 
 def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
-    """Return the loss of a value head. Each label has another weight, so that labels in the wrong order show.
+    """Return the loss of a value head. Each label has a different weight, so that labels in the wrong order show.
 
     Shapes: T tokens, L labels per token.
     """
@@ -191,10 +192,10 @@ def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
 class ReferenceStep:
     """One step of one process.
 
-    `norms`: of all gradients, before clipping; with mtp="head" of those of the trunk, and of those of the MTP head.
+    `norms`: the norm of all gradients before clipping; with mtp="head" that of the trunk, and that of the MTP head.
     `loads`: the tokens that each expert got, [layers of experts, experts]. `grads`: by Hugging Face name. `mtp`: what a
-    trained MTP head reports. `weights`: after the update, likewise, in float64. `state`: of the optimizer, after the
-    last update, in float64.
+    trained MTP head reports. `weights`: after the update, also by name, in float64. `state`: the optimizer state after
+    the last update, in float64.
     """
 
     loss: float
@@ -210,11 +211,11 @@ class ReferenceStep:
 class Reference:
     """The results of one process, in the same precision. Gradients and weights that were not stored are empty.
 
-    `document_scores`: of each document of `Trial.packed`, run alone, by batch. `fingerprints`: of the outputs of all
-    submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of their weights,
-    by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`: what is already
-    wrong with one process. `new_weights`: drawn weights, if the trial draws some. `fresh`: what the source lacks, as
-    loading drew it. `entropy`: the first loss with an entropy term, and its gradients.
+    `document_scores`: the scores of each document of `Trial.packed`, run alone, by batch. `fingerprints`: those of the
+    outputs of all submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of
+    their weights, by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`:
+    findings and margins of one process. `new_weights`: drawn weights, if the trial draws some. `fresh`: the weights
+    that the source lacks, as loading drew them. `entropy`: the first loss with an entropy term, and its gradients.
     """
 
     steps: Sequence[ReferenceStep]
@@ -243,7 +244,7 @@ def run_reference(trial: Trial) -> Reference:
         )
         engine = plain.engine(Mesh(device="cpu"))
         fresh = fresh_weights(engine.model)
-        # All that the untrained model is asked for comes before the first step, which changes the weights.
+        # Everything that needs the untrained model comes before the first step, which changes the weights.
         document_scores, fingerprints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         loss_sums, aux = _loss_sums(trial, engine), _aux(trial, engine)
         mtp = mtp_alone(trial, engine.model)
@@ -272,7 +273,7 @@ def other_chunks() -> Iterator[None]:
 
 
 def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
-    """Run one step. A large model stores the first gradients and the last weights alone."""
+    """Run one step. A large model stores only the first gradients and the last weights."""
     value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
     loads, mtp, norms = loads_of(engine), engine._pending().results.mtp, engine.norms(engine.model.grads())
@@ -283,7 +284,7 @@ def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
 
 
 def loads_of(engine: Engine) -> Tensor:
-    """Return the load of all experts in the last step, those of an MTP head at the end."""
+    """Return the load of all experts in the last step; the experts of an MTP head come last."""
     loads = engine.router.load_LE
     return loads if engine.mtp is None else torch.cat([loads, engine.mtp.router.load_LE])
 
@@ -291,8 +292,8 @@ def loads_of(engine: Engine) -> Tensor:
 def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
     """Return the loss and the acceptance of the MTP head in the first step, from each document alone.
 
-    Its labels and weights are taken from lists, and its states scored by a plain product: neither `next_in_document`
-    nor the loss in chunks nor the engine's divisors take part.
+    Labels and weights come from lists, and a plain product scores the states: `next_in_document`, the chunked loss and
+    the engine's divisors take no part.
     """
     mtp = model.blueprint.module.mtp
     if mtp is None:
@@ -316,7 +317,8 @@ def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
 
 
 def unrounded(model: Model, only: Container[str] | None = None) -> dict[str, Tensor]:
-    """Return whole weights on rank 0, like `gather`, but in the dtype in which they are stored. `only`: some keys."""
+    """Return whole weights on rank 0, like `gather`, but in the dtype in which they are stored. `only`: the keys to
+    return."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
     keys = keys if only is None else [key for key in keys if key.name in only]
     streamed = whole_tensors(model.stored_model(model.values()), model.keymap, keys, dtypes=model.kept)
@@ -340,7 +342,8 @@ def _alone(model: Model, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]
 
 
 def _loss_sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
-    """Return the sums of loss terms and of weights, from the model's scores of each token: not the engine's own."""
+    """Return the sums of loss terms and of weights, computed from the model's scores of each token, without the
+    engine."""
     return [
         [_loss_sum(trial, engine, batch) for batch in trial.data(rank, 0)] for rank in range(trial.axes.num_data_ranks)
     ]
@@ -362,7 +365,7 @@ def weight_of(batch: Batch) -> float:
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
     """Return the router's aux loss alone and its gradients: those of a step whose other loss terms are 0.
 
-    A wrong gradient can then be split into the two parts, of which often only one is wrong.
+    This splits a wrong gradient into its two parts, and often only one is wrong.
     """
     if not engine.router.balance.coefficient:
         return 0.0, {}
@@ -389,11 +392,11 @@ Findings = Iterator[Finding]
 
 @dataclass
 class Run:
-    """A trial in progress on one rank of the mesh: what oracles read, and where they note what they measured.
+    """A trial in progress on one rank of the mesh: oracles read it and record their margins in it.
 
-    `loading_collectives`, `step_collectives`: what this rank issued while loading and in the first step. `routed`: for
-    each door of experts, how often it was passed, how many rows had to be sent, and their width. `stored`: bytes of
-    this rank before the first update. `blame`: what is already wrong and makes later results wrong too; they name it as
+    `loading_collectives`, `step_collectives`: the collectives that this rank issued while loading and in the first
+    step. `routed`: for each door of experts, how often it was passed, how many rows had to be sent, and their width.
+    `stored`: bytes of this rank before the first update. `blame`: the first failed oracle, which later findings name as
     their cause.
     """
 
@@ -414,13 +417,13 @@ class Run:
     def record(
         self, oracle: str, what: str, count: int, worst: float = 0.0, allowed: float = 0.0, where: str = ""
     ) -> None:
-        """Note a margin of this rank. `record_once` is for results that are equal on all ranks."""
+        """Record a margin of this rank. `record_once` is for results that are equal on all ranks."""
         self.notes.add_margin(Margin(oracle, what, count, worst, allowed, where))
 
     def record_once(
         self, oracle: str, what: str, count: int, worst: float = 0.0, allowed: float = 0.0, where: str = ""
     ) -> None:
-        """Note a margin on rank 0 alone, so that its count is not multiplied by the number of ranks."""
+        """Record a margin on rank 0 alone, so that its count is not multiplied by the number of ranks."""
         if self.model.mesh.rank == 0:
             self.record(oracle, what, count, worst, allowed, where)
 
@@ -428,7 +431,7 @@ class Run:
 def everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
     """All-gather a row of numbers: those of every rank, on every rank.
 
-    Oracles agree with it before they decide what to run next. Ranks that decided alone would issue different
+    Oracles call it to agree before they decide what to run next. Ranks that decided alone would issue different
     collectives, and hang.
     """
     return mesh.gather_rows(torch.tensor([numbers], device=mesh.device), DENSE).tolist()

@@ -1,6 +1,6 @@
 """Report what `verify` measured: on the terminal, as JSON and as a page.
 
-All three begin with the verdict, and say what was not tried: a pass proves only what ran. Findings of identical layers
+All three begin with the verdict, and list what was not tried: a pass proves only what ran. Findings of identical layers
 share a line, since one mistake in a layer's code is in all of them.
 
 In this module a part is a run (a dtype, transformers, or the weights) and a row is RUN or an oracle.
@@ -33,7 +33,7 @@ from .session import FULL, IN_BLOCKS, PEFT, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, 
 ROWS = (RUN, *ORACLES)
 # Columns of the terminal.
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf", PEFT: "peft"}
-_KINDS = 3  # of names that are printed for an oracle
+_KINDS = 3  # number of names that are printed for an oracle
 
 
 def rows_of(parts: Sequence[RunResult]) -> list[str]:
@@ -94,7 +94,7 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
 def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
     """Return the verdict in one line, and its evidence: the number of findings, or the largest error measured."""
     rows, on = rows_of(parts), str(plan.axes)
-    # A row fails if any run fails it, and was not answered only if no run finished it.
+    # A row fails if any run fails it; it counts as not answered only if no run finished it.
     fail = [row for row in rows if any(findings_of(part, row) for part in parts)]
     if not fail:
         return f"{counted(len(rows), 'check')} on {on}: all is well", _worst(parts)
@@ -109,8 +109,8 @@ def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
 
 
 def _worst(parts: Sequence[RunResult]) -> str:
-    """Return the largest error of a gradient in the first run that compared them: float64, the proof. A run without
-    gradients gives the largest of all errors, as a share of what is allowed."""
+    """Return the largest error of a gradient in the first run that compared gradients, which is float64, the proof.
+    Without gradients, return the largest of all errors, as a share of its bound."""
     margins = [margin for part in parts for margin in part.margins if margin.allowed]
     gradients = next(([m for m in part.margins if m.oracle == "G1" and m.allowed] for part in parts), [])
     if not margins:
@@ -121,14 +121,14 @@ def _worst(parts: Sequence[RunResult]) -> str:
 
 
 def _title(model: str, plan: Plan) -> str:
-    """Return what ran: the model, the mesh, and how pipeline and context parallelism divide the work."""
+    """Return the title of a run: the model, the mesh, and how pipeline and context parallelism divide the work."""
     schedule = f", schedule {plan.runs.recipe.pipeline.schedule}" if plan.axes.pp > 1 else ""
     context = ways(plan.runs.spec, plan.axes)
     return f"{model} on {plan.axes}{schedule}{context and f', {context}'}{adapters(plan)}"
 
 
 def adapters(plan: Plan) -> str:
-    """Return the adapters that ran; "" without any."""
+    """Describe the adapters of the run; "" without any."""
     lora = plan.runs.recipe.lora
     if lora is None:
         return ""
@@ -144,9 +144,10 @@ def planted(plan: Plan) -> str:
 
 
 def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
-    """Return what an oracle compared and its largest error, from the first run that has margins of it.
+    """Return what an oracle compared and its largest error, from the first run with margins for it.
 
-    By default that is float64, the strictest. Exact comparisons are printed only if the oracle makes no others.
+    By default that is float64, the strictest. Exact comparisons are printed only if the oracle makes no other
+    comparisons.
     """
     for part in parts:
         if margins := margins_of(part, oracle):
@@ -170,7 +171,8 @@ def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
 
 
 def finding_lines(part: RunResult, rest: str = "--json has them all") -> list[str]:
-    """Return the first findings of each oracle, with a line for all layers that share one. `rest`: where others are."""
+    """Return the first findings of each oracle, with a line for all layers that share one. `rest`: where the rest can
+    be read."""
     lines = []
     for oracle in rows_of([part]):
         kinds: dict[str, list[Finding]] = {}
@@ -187,8 +189,8 @@ def finding_lines(part: RunResult, rest: str = "--json has them all") -> list[st
 def beginning(parts: Sequence[RunResult]) -> str:
     """Return which finding to look at first; "" if only one oracle fails.
 
-    That of the earliest oracle, because mistakes spread to the later ones, and that of the bill (K1). The bill comes
-    last but does not depend on values, so it may name the very door.
+    It is the finding of the earliest oracle, because mistakes spread to later ones, together with that of the bill
+    (K1). The bill comes last but does not depend on values, so it may name the exact door.
     """
     findings = next((part.findings for part in parts if part.findings), [])
     firsts: dict[str, Finding] = {}
@@ -208,7 +210,7 @@ def unproven(plan: Plan, parts: Sequence[RunResult]) -> str:
 
 
 def _idle(plan: Plan) -> list[str]:
-    """Return the axes of size 1, about which a run proves nothing. ep counts only with experts."""
+    """Return the axes of size 1; a run proves nothing about these. ep counts only with experts."""
     experts = ["ep"] if plan.blueprint.balance.num_experts else []
     return [axis for axis in ("pp", "replicate", "fsdp", "cp", "tp", *experts) if plan.axes.size_of(axis) == 1]
 
@@ -223,10 +225,10 @@ def _other_meshes(plan: Plan) -> str:
 
 
 def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
-    """Return what the oracles did not cover of what Meshwright can train. Every output includes it.
+    """Return the features of Meshwright that the oracles of this run did not cover. Every output includes it.
 
-    Without it, "all is well" would be read as more than it says: a bug in the router's aux loss once passed, because no
-    config that was tried trains it.
+    Without it a reader would take a pass for more than it is: a bug in the router's aux loss once passed, because no
+    config of the run trained it.
     """
     if plan.kind == WEIGHTS:
         return ["all but the loading of weights"]
@@ -244,7 +246,7 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
 
 
 def _untried_options(plan: Plan) -> Iterator[str]:
-    """Yield the options that had their default in every run."""
+    """Yield the options that kept their default in every run."""
     plain, runs = asdict(MemoryOptions()), [asdict(memory_of(plan, dtype)) for dtype in plan.options.dtypes]
     of_experts = () if plan.blueprint.balance.num_experts else ("token_once",)
     left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
@@ -307,7 +309,7 @@ def _untried_experts(plan: Plan) -> Iterator[str]:
     if balance.num_experts and not balance.coefficient:
         yield "the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)"
     elif balance.num_experts:
-        yield from ['router_aux="previous"'] if plan.axes.pp == 1 else []  # a pipeline takes it, and refuses "pooled"
+        yield from ['router_aux="previous"'] if plan.axes.pp == 1 else []  # a pipeline uses it, and refuses "pooled"
     elif plan.axes.ep > 1:
         yield "ep, which changes nothing in a model without experts"
 
@@ -326,7 +328,7 @@ def _untried_schedules(plan: Plan) -> Iterator[str]:
 def cell(part: RunResult, row: str) -> str:
     """Return the result of an oracle in a run.
 
-    "" if the run does not check it; "-" if it did not finish, since the run stopped or a check it depends on failed.
+    "" if the run does not check it; "-" if it did not finish, because the run stopped or an earlier check failed.
     """
     findings = findings_of(part, row)
     if row != RUN and row not in part.oracles:

@@ -1,7 +1,7 @@
-"""Results of oracles: a finding for each thing that is wrong, a margin for each that is right.
+"""Results of oracles: a finding for each failed comparison, a margin for each comparison with its bound.
 
-Every rank appends both to a file as soon as they are known. So what a rank measured survives its death, which is when a
-reader needs it most.
+Every rank appends both to a file as soon as they are known. So the results of a rank survive its death, when a reader
+needs them most.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Notes:
     ended: list[str] = field(default_factory=list)  # oracles that ran to completion
 
     def add_findings(self, oracle: str, findings: Iterable[Finding]) -> None:
-        """Run an oracle to its end and note its findings. Oracles are generators: one that raises has not ended."""
+        """Run an oracle to its end and record its findings. Oracles are generators, so an oracle that raises has not
+        ended."""
         for finding in findings:
             self.findings.append(finding)
             self._write("finding", asdict(finding))
@@ -80,7 +81,7 @@ class Notes:
             self._write("ended", oracle)
 
     def add(self, others: Notes) -> None:
-        """Include the notes of another run, such as those of one process."""
+        """Include the notes of another run, for example of the reference."""
         for finding in others.findings:
             self.add_findings("", [finding])
         for margin in others.margins:
@@ -89,7 +90,7 @@ class Notes:
             self.add_findings(oracle, [])
 
     def add_margin(self, margin: Margin) -> None:
-        """Note how close a comparison came to its bound."""
+        """Record how close a comparison came to its bound."""
         self.margins.append(margin)
         self._write("margin", asdict(margin))
 
@@ -100,7 +101,7 @@ class Notes:
 
 
 def read_notes(folder: Path) -> Notes:
-    """Read the notes of all ranks, those that died among them.
+    """Read the notes of all ranks, including those that died.
 
     A finding that several ranks share is kept once. Margins are merged: their counts add up over ranks.
     """
@@ -119,7 +120,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Parse the lines up to the first that is incomplete: a rank that was killed may have left half of one."""
+    """Parse the lines up to the first incomplete one: a rank that was killed may have left half a line."""
     for line in file.read_text().splitlines():
         try:
             kind, content = json.loads(line)

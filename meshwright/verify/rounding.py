@@ -1,8 +1,8 @@
 """Measure the bfloat16 rounding error of each part of a model, ours and transformers', against float64 (oracle R1).
 
-A run in bfloat16 is followed by one in float64 with the same weights. In the second, each part gets the input of the
-first, and in backward the gradient of its output. So the difference is what that part itself rounds, not what it
-inherits from the parts before it. The medians hardly change when a few tokens go to other experts.
+A bfloat16 run is followed by a float64 run with the same weights. In the second run each part gets its input from the
+first, and in backward the gradient of its output. So the difference is the rounding of that part alone, not that of the
+parts before it. The medians hardly change when a few tokens go to other experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pass:
 
 @contextmanager
 def followed(parts: Parts, before: Pass | None = None) -> Iterator[Pass]:
-    """Record what parts get and return. `before`: a run whose inputs and gradients replace those of this one.
+    """Record the inputs and outputs of parts. `before`: a run whose inputs and gradients replace those of this one.
 
     An input is replaced by adding a detached difference, so that gradients still flow to the parts before.
     """
@@ -68,7 +68,7 @@ def _input_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., A
             return args, kwargs
         values = record.inputs.setdefault(name, [])
         at, x = len(values), x.view_as(x)  # a view, whose gradient excludes that of the residual, which reads x too
-        if before is not None:  # the value of the other run, in the autograd graph of this one
+        if before is not None:  # the value of the other run, in the autograd graph of this run
             x = x + (before.inputs[name][at].to(x.dtype) - x).detach()
         if x.requires_grad:
             x.register_hook(lambda d: record.d_inputs.setdefault(name, {}).__setitem__(at, d.detach()))
@@ -104,9 +104,9 @@ def _output_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., 
 class Cost:
     """Errors of a bfloat16 run relative to float64, by module or key.
 
-    `forward`: the median error of a token in the output of a part. `backward`: that of the gradient of its input.
-    `scale`: for norms, the error of a feature's scale over all tokens, in either direction. `gradient`: the median
-    error of a row of a weight's gradient.
+    `forward`: the median error of a token in the output of a part. `backward`: that of its input's gradient. `scale`:
+    for norms, the error of a feature's scale over all tokens, in either direction. `gradient`: the median error of a
+    row of a weight's gradient.
     """
 
     forward: dict[str, float]
@@ -136,7 +136,7 @@ def _gradient_errors(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -
 
 
 def _by_call(several: Mapping[int, Tensor]) -> Tensor:
-    """Concatenate in the order of forward calls: backward runs them in another."""
+    """Concatenate in the order of forward calls: backward runs them in a different order."""
     return _rows([several[at] for at in sorted(several)])
 
 
@@ -154,15 +154,15 @@ def _median(narrow: Tensor, wide: Tensor) -> float:
 def _scale(narrow: Tensor, wide: Tensor) -> float:
     """Return by how much features as a whole are too large or too small.
 
-    The factor of each feature is fitted over all tokens, so random rounding cancels and a weight that was itself
-    rounded, such as the 1 + w of a norm, does not.
+    The factor of each feature is fitted over all tokens, so random rounding cancels but the error of a weight that was
+    itself rounded, such as the 1 + w of a norm, does not.
     """
     factor_D = (narrow * wide).sum(0) / wide.square().sum(0)
     return float((factor_D - 1).abs().nan_to_num().median())
 
 
 def _by_name(grads: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Group keys by name, all experts of a layer together: rounding may have sent a token to another one."""
+    """Group keys by name, all experts of a layer together: rounding may have sent a token to another expert."""
     together: dict[str, list[str]] = {}
     for key in grads:
         together.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", key), []).append(key)

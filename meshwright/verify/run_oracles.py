@@ -8,8 +8,8 @@
     the end     U1 A1 H1 E2    later losses, the base of adapters, a loss with entropy, exports of trained weights
                 C1 K1          the collectives of the first step
 
-M1, M2, R1, O1, E3 and P1 look at one process, and run elsewhere. Oracles communicate, so ranks must run the same ones:
-whatever decides that is agreed between them first.
+M1, M2, R1, O1, E3 and P1 check one process, and run elsewhere. Oracles communicate, so all ranks must run the same
+ones: they first agree on whatever decides that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .results import Finding, Notes
 from .rounding import r1_rounding
 from .transformers_oracles import m1_against, m2_against
 
-# In the order of the report: an error makes oracles after it fail too, so the first failure is where to begin.
+# In the order of the report: an error makes later oracles fail too, so begin with the first failure.
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
     "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "M2": m2_against,
     "R1": r1_rounding, "D1": d1_documents, "Q1": q1_matmuls, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm,
@@ -62,7 +62,7 @@ def examine(
 ) -> list[Finding]:
     """Run the trial on the mesh and return the findings of this rank. Every rank calls it.
 
-    Rank 0 also returns what is wrong with one process. `notes` receives findings and margins as soon as they are known.
+    Rank 0 also returns the findings of one process. `notes` receives findings and margins as soon as they are known.
     `store`: lets ranks compare their collectives before they issue them, so that ranks that disagree do not hang.
     """
     notes = notes or Notes()
@@ -94,7 +94,7 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
     with_entropy = None
     if trial.checks_entropy:
         # H1 compares gradients of the untrained model, so its pass comes before the first step.
-        with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # names a rank that leaves a collective out
+        with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # names a rank that skips a collective
             with_entropy = backward_with_entropy(engine.model, trial.batches(engine.model, 0), trial.router_aux)
     _steps(run, store)
     if with_entropy is not None and not run.blame:  # else the loss with entropy is wrong too, and H1 says nothing new
@@ -104,7 +104,7 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
 def _steps(run: Run, store: Store | None) -> None:
     """Train the trial's steps, and check each between backward and update, and after the update.
 
-    The first step is recorded for C1 and K1. What an oracle itself sends is not: `recorder` is left meanwhile.
+    The first step is recorded for C1 and K1. Collectives of the oracles are not: they run outside of `recorder`.
     """
     engine, mesh, notes, trial = run.engine, run.model.mesh, run.notes, run.trial
     batches, losses = trial.batches(run.model, 0), []
@@ -123,7 +123,7 @@ def _steps(run: Run, store: Store | None) -> None:
             run.stored = stored_bytes(engine)
             notes.add_findings("S1", s1_loss(run, losses[0], evaluated))
         notes.add_findings("G1", g1_gradients(run, step))
-        with Recorder(store and PrefixStore(f"norm {step}", store), mesh.rank):  # names a rank that leaves a norm out
+        with Recorder(store and PrefixStore(f"norm {step}", store), mesh.rank):  # names a rank that skips a norm
             notes.add_findings("N1", n1_norm(run, step))
         notes.add_findings("G2", g2_replicas(run))
         if first and trial.recipe.lora is not None:
@@ -138,7 +138,7 @@ def _steps(run: Run, store: Store | None) -> None:
     notes.add_findings("U1", u1_alive(run, losses))
     if trial.recipe.lora is not None:
         notes.add_findings("A1", a1_base(run, before))
-    # Only what no earlier oracle blamed on any rank is exported: with copies that differ, exports would too.
+    # Export only if no oracle failed on any rank: if copies differ, exports would differ too.
     if trial.checks_exports and not any(n for (n,) in everywhere(mesh, [int(bool(run.blame))])):
         notes.add_findings("E2", e2_exports(run))
     notes.add_findings("C1", c1_collectives(run))

@@ -1,11 +1,11 @@
-"""Verify a user's model on a user's mesh: make a source, run one process, run the mesh, compare them.
+"""Verify a user's model on a user's mesh: make a source, run one process, run the mesh, compare.
 
     plan      validates everything, with the real sizes
     inspect   makes a small model, then for each dtype: one process, the mesh
               then one process and transformers
 
-Each run is a set of forked processes: a failure, a hang or a death in one becomes a finding, and later runs go on. So
-this process never initialises a device or a process group.
+Each run is a set of forked processes: a failure, hang or death in one becomes a finding, and later runs continue.
+Because it forks, this process never initialises a device or a process group.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from .weight_checks import WeightCheck, check_weights, damaged_files, published_
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = {"float64": 3, "float32": 1, "bfloat16": 1}
 
-RUN = "RUN"  # the finding of a run that stopped before its end
+RUN = "RUN"  # names the finding of a run that stopped before its end
 WEIGHTS = "weights"  # a run that only loads the model unchanged and compares its bytes
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with transformers
 PEFT = "peft"  # the run that compares adapters of one process with those of peft
 IN_BLOCKS = "tiny-qwen3-moe-fp8"  # a tiny model whose matrices have whole blocks of 128
-_TINY = 100_000  # elements of a model for which the small part sizes were chosen
+_TINY = 100_000  # elements of the model that the small part sizes were chosen for
 _OF_PEER = ("M1", "R1")  # oracles that have a separate run
 FP8 = "fp8"  # the run that measures what FP8 matmuls cost
 
@@ -69,9 +69,9 @@ FP8 = "fp8"  # the run that measures what FP8 matmuls cost
 class Options:
     """The options of `meshwright verify`: which runs to try, and how.
 
-    `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
-    `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to
-    see an oracle catch it. `ranks_per_device`: how many ranks may share a GPU.
+    `kind`: SHRUNK runs a small model of the same kind, FULL the real model; WEIGHTS only loads. `seconds`: time limit
+    of one run. `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of
+    the mesh, to see an oracle catch it. `ranks_per_device`: how many ranks may share a GPU.
     """
 
     recipe: Recipe = Recipe()
@@ -101,8 +101,8 @@ class Options:
 class Plan:
     """A validated request. `plan` makes it, and refuses what cannot run.
 
-    `model`: the name that the user gave. `blueprint`: the model with its real sizes. `runs`: the model that runs, which
-    is a small one or the same.
+    `model`: the name that the user gave. `blueprint`: the model with its real sizes. `runs`: the model that runs, a
+    small one or `blueprint` itself.
     """
 
     model: str
@@ -117,8 +117,8 @@ class Plan:
 
     @property
     def num_batches(self) -> int:
-        """The number of micro-batches of a step. A pipeline takes enough that each rank reaches the steady state of
-        1F1B (arXiv:2104.04473), and a vision tower at least three, so that in one no data rank has pictures."""
+        """The number of micro-batches of a step. A pipeline needs enough for each rank to reach the steady state of
+        1F1B (arXiv:2104.04473). A vision tower needs at least three, so that in one no data rank has pictures."""
         return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
 
     @property
@@ -146,11 +146,11 @@ class RunResult:
 
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
-    """Validate a request: everything that can be refused is refused before any process starts."""
+    """Validate a request, and refuse everything that cannot run before any process starts."""
     check_devices(axes, options.device, model, options.ranks_per_device)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS, adapters=options.recipe.lora is not None)
-    runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far
+    runs = blueprint = find(model, options.recipe, weights=False, say=say)  # config and index suffice so far
     optimizer = options.optimizer
     optimizer.check(blueprint.table, blueprint.trained())
     # The real sizes first: a small model might fit a mesh that the real one does not.
@@ -165,7 +165,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.optimizer.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
-    if options.kind != SHRUNK:  # only after all checks: it may download many gigabytes
+    if options.kind != SHRUNK:  # after all checks, because it may download many gigabytes
         runs = blueprint = find(model, options.recipe, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
 
@@ -173,8 +173,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
 def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     """Return a small model of the same kind, of odd width where the family and the device allow it.
 
-    Odd sizes leave remainders in every cut. Some families want heads to divide the width, and kernels of devices want
-    rows of whole 16 bytes; FP8 and 8-bit state want whole blocks.
+    Odd sizes leave remainders in every cut. But some families need heads to divide the width, device kernels need rows
+    that are multiples of 16 bytes, and FP8 and 8-bit state need whole blocks.
     """
     stages = of_all.recipe.pipeline.stages
     num_stages = axes.pp * stages if axes.pp > 1 else 1
@@ -187,8 +187,8 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
 
 
 def _in_place_of(of_all: Blueprint, config: Mapping[str, Any]) -> Blueprint:
-    """Return the blueprint of a small model with the options of the large one, up to those that name layers: the small
-    one has too few for `ends` and for the patterns of `fp8_skip` and of `lora.targets`."""
+    """Return the blueprint of a small model with the options of the large one, except those that name layers: the small
+    model has too few layers for `ends` and for the patterns of `fp8_skip` and `lora.targets`."""
     pipeline = replace(of_all.recipe.pipeline, ends=None)
     recipe = replace(of_all.recipe, pipeline=pipeline, fp8=None, fp8_skip=(), lora=on_kinds(of_all))
     small = Blueprint.of(config, None, recipe)
@@ -227,8 +227,8 @@ def _run_fp8_cost(plan: Plan, source: Path, say: Say) -> RunResult:
 
 
 def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """Run M1 and R1. They check the family, not the weights, so they always take a small language model of it, with
-    the vision tower if that is tried."""
+    """Run M1 and R1. They check the family, not the weights, so they always take a small language model of the family,
+    with the vision tower if the run has one."""
     began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
     say("transformers: one process of ours, compared with its model")
     try:
@@ -249,7 +249,7 @@ def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
 
 
 def _run_peft(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """Run M2, on the small model that M1 takes, with adapters on the kinds of modules that the user chose."""
+    """Run M2, on M1's small model, with adapters on the kinds of modules that the user chose."""
     began, options, config = time.monotonic(), plan.options, _without_dense_layers(_config_of_peers(plan))
     lora, at = drawn(on_kinds(plan.blueprint)), folder / "peft"
     assert lora is not None
@@ -270,16 +270,17 @@ def _run_peft(plan: Plan, folder: Path, say: Say) -> RunResult:
 
 
 def _without_dense_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model with experts in every layer: in a Qwen3-MoE, peft 0.21 takes `gate_proj` of a dense
-    layer for that of an expert."""
+    """Return the config of a model with experts in every layer: in a Qwen3-MoE, peft 0.21 mistakes `gate_proj` of a
+    dense layer for an expert's."""
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 1}
     return {**config, **{name: value for name, value in dense.items() if name in config}}
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
-    """Return the config of the small model that is compared with transformers: of the text alone without a tower."""
+    """Return the config of the small model that is compared with transformers; without a tower, only the text
+    config."""
     config = dict(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
-    # transformers gives the embedding of a padding token no gradient, unlike any other
+    # transformers gives the embedding of the padding token no gradient
     text = {**text_config(config), "pad_token_id": None}
     return {**config, "text_config": text} if plan.runs.tower else text
 
@@ -290,7 +291,7 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
         return plan.directory
     source = folder / "model"
     say("making a model of odd sizes")
-    # Like the user's files: in bfloat16, with experts spelled as they are there.
+    # Like the user's files: in bfloat16, with the same names and layout of experts.
     choice = plan.blueprint.keymap.choice
     run_ranks(1, write_small, source, plan.runs, choice, torch.bfloat16, plan.options.seed,
               seconds=plan.options.seconds)  # fmt: skip
@@ -322,29 +323,30 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
 
 
 def optimizer_of(plan: Plan) -> Optimizer:
-    """Return the optimizer of a trial. Muon iterates in the dtype of the trial: in bfloat16 one element that rounds the
-    other way changes a whole update."""
+    """Return the optimizer of a trial. Muon iterates in the dtype of the trial: in bfloat16, one element that rounds
+    differently changes a whole update."""
     optimizer = plan.options.optimizer
     return replace(optimizer, matrix_dtype=None) if isinstance(optimizer, Muon) else optimizer
 
 
 def _small_parts(plan: Plan, dtype: str) -> int:
-    """Return a factor of the part sizes with which they split the model a few times. 0 in float32: sizes of real runs,
-    so that both are tried."""
+    """Return a factor of the small part sizes with which they split the model a few times. It is 0 in float32, for the
+    sizes of real runs, so that both are tried."""
     num = sum(param.numel for param in plan.runs.table)
     return 0 if dtype == "float32" else max(1, num // _TINY)
 
 
 def memory_of(plan: Plan, dtype: str) -> MemoryOptions:
-    """Return the memory options of a run. If the user passes none, float32 tries two that change how a step runs."""
+    """Return the memory options of a run. If the user passes none, the float32 run tries two that change how a step
+    runs."""
     if plan.options.recipe.memory == MemoryOptions() and dtype == "float32" and plan.kind == SHRUNK:
         return MemoryOptions(recompute="selective", sum_once=True)
     return plan.options.recipe.memory
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
-    """Return patterns of the parameters that can be trained: not those in formats that are only read. With adapters
-    "**" means these alone."""
+    """Return patterns of the parameters that can be trained: not those in read-only formats. With adapters, "**" means
+    only the adapters."""
     if blueprint.recipe.lora is not None:
         return ("**",)
     frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
@@ -352,7 +354,7 @@ def trainable(blueprint: Blueprint) -> Sequence[str]:
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
-    """Run one process, then the mesh, in one dtype. A run that stops is a finding; what ranks had noted remains."""
+    """Run one process, then the mesh, in one dtype. A run that stops is a finding; the notes of its ranks remain."""
     began, trial, seconds = time.monotonic(), trial_of(plan, dtype, source), plan.options.seconds
     num, stopped, notes_dir = 1, list[Finding](), folder / f"{dtype} notes"
     notes_dir.mkdir()
@@ -362,7 +364,7 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
         num = plan.axes.world
         say(f"{dtype}: {counted(num, 'rank')}, {plan.axes}")
         run_ranks(num, _examine, plan, trial, reference, notes_dir, seconds=seconds)
-        if trial.checks_resuming and not read_notes(notes_dir).findings:  # else its training has gone wrong before
+        if trial.checks_resuming and not read_notes(notes_dir).findings:  # else training already went wrong
             num = 1
             say(f"{dtype}: one process, resumed from the checkpoint of the ranks")
             run_ranks(num, _resume, trial, reference, notes_dir, seconds=seconds)
@@ -376,7 +378,7 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
 
 
 def options_of(trial: Trial) -> str:
-    """Return the options that differ from the defaults, as `mw.MemoryOptions` and `mw.Engine` take them."""
+    """Return the options that differ from the defaults, spelled as for `mw.MemoryOptions` and `mw.Engine`."""
     options, plain = asdict(trial.recipe.memory), asdict(MemoryOptions())
     texts = [f"{name}={value!r}" for name, value in options.items() if value != plain[name]]
     state, kind = trial.optimizer.state_dtype, type(trial.optimizer)
@@ -400,7 +402,7 @@ def _stopped(num_ranks: int, error: RankError) -> Finding:
 
 
 def mesh_of(plan: Plan) -> Mesh:
-    """Return the mesh of a plan, on a rank of it."""
+    """Return the mesh of a plan; each rank calls it."""
     seconds = plan.options.seconds
     os.environ.update(environment_of(int(os.environ["RANK"]), plan.options.ranks_per_device))
     # collectives time out sooner than the run, so that an error names the door; but with WEIGHTS a rank may wait for
@@ -452,7 +454,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
-    """Load the real weights on a rank and compare them. -> findings of this rank, the comparison of all ranks"""
+    """Load the real weights on a rank and compare them. -> this rank's findings, the comparison over all ranks"""
     # Trained parameters are stored in float32, which would round files of float64; bytes are compared, so load those
     # in float64.
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}

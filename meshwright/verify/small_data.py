@@ -4,7 +4,7 @@ Each size has a reason. On each data rank one document crosses the 64 tokens tha
 once. On data rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A
 step of few tokens leaves experts with one row or none. A long stream has more tokens than the loss takes at once.
 
-Two gaps of earlier data explain the rest. With streams of 40 tokens no test crossed a chunk of the delta rule. And with
+Two gaps in earlier data explain the rest. With streams of 40 tokens no test crossed a chunk of the delta rule. And with
 pictures in the last micro-batch of every step, gradients of a vision tower that replicas never reduced went unnoticed.
 """
 
@@ -26,7 +26,7 @@ _FEW_SIZES = [[1, 5], [2, 1, 3], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 17, 95, 300, 200, 61]  # one begins at 512, one has a block of 4 more than the budget
 
 
-Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and their number in time, height and width
+Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and their numbers in time, height and width
 Pictures = list[Picture]  # of a document
 
 
@@ -39,13 +39,14 @@ class Vision:
     numbers: int
 
 
-# Patterns of documents, in turn: a number of words, or a picture's size in time, height and width. Some pictures touch,
-# some are first or last, two have equally many placeholders in other shapes, and a video has words between its slices.
+# Patterns of documents, used in turn: a number of words, or a picture's size in time, height and width. Some pictures
+# touch, some are first or last, two have different shapes but equally many placeholders, and a video has words between
+# its slices.
 _PATTERNS: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
 ]
-# For transformers, which takes pictures that touch for one: none do. A video also comes before pictures.
+# For transformers, which takes touching pictures for one: here none touch. Also, a video comes before pictures.
 _APART: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), 1, (1, 4, 2), 2, (2, 2, 4), 3, (1, 2, 2)],
@@ -58,10 +59,10 @@ class Data:
     """Micro-batches with different numbers of targets; every other one has weights. Call `Data(...)(data_rank, step)`.
 
     With `few` and `long`, the steps `FEW_STEP` and `LONG_STEP` have micro-batches of these lengths: one each, or
-    `num_special`, where a pipeline takes no fewer. Everything is drawn from seeds, so all ranks and one process can
-    compute the data of any rank.
+    `num_special` where a pipeline needs more. Everything is drawn from seeds, so all ranks and one process can compute
+    the data of any rank.
 
-    `target`: for a value head. `apart`: no pictures touch.
+    `target`: draw targets for a value head. `apart`: no pictures touch.
     """
 
     num: int = 2
@@ -87,7 +88,7 @@ class Data:
         return out
 
     def _images(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
-        """Return the arguments of `pack` for pictures; none where no document has some."""
+        """Return the arguments of `pack` for pictures; empty where no document has any."""
         ids = (self.vision.picture, self.vision.video) if self.vision else ()
         return {"images": pictures, "placeholders": ids} if ids and any(pictures) else {}
 
@@ -116,9 +117,9 @@ class Data:
     def sees(self, data_rank: int, number: int, step: int) -> bool:
         """Return whether a data rank has pictures in a micro-batch.
 
-        In a step of few tokens none has, in a long one data rank 0 has. Else all have some in the first micro-batch,
-        and every other data rank in the next ones. Of three or more micro-batches the last has none: if replicas
-        reduced gradients in that one alone, those of the tower would be left out.
+        In the step of few tokens no data rank has any; in the long one data rank 0 has. In other steps all have some in
+        the first micro-batch, and every second data rank in the following ones. The last of three or more micro-batches
+        has none: a reduction over replicas that runs only there would leave out the tower's gradients.
         """
         if self.vision is None or step == FEW_STEP:
             return False
@@ -171,13 +172,14 @@ class Data:
         return {FEW_STEP: self.few, LONG_STEP: self.long}.get(step, 0)
 
     def _generator(self, data_rank: int, step: int, number: int) -> torch.Generator:
-        """Return a generator for some micro-batch. All steps but the special ones have the same data."""
+        """Return a generator for some micro-batch. All steps except the special ones have the same data."""
         at = 10_007 * step if self._special(step) else 0
         return torch.Generator().manual_seed(1_000_003 * self.seed + at + 100 * data_rank + number)
 
 
 def labels_of(documents: list[list[int]], places: set[int]) -> Tensor:
-    """Return the labels of documents. Placeholders neither have labels nor are any. `places`: their tokens."""
+    """Return the labels of documents. A placeholder neither has a label nor is one. `places`: the placeholder
+    tokens."""
     flat: list[int] = []
     for document in documents:
         for token, after in zip(document, [*document[1:], IGNORE], strict=True):

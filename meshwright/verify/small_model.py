@@ -1,7 +1,7 @@
 """Shrink a model: the same kinds of layers, heads, experts and files, but narrow, shallow and of odd sizes.
 
-What a mesh does to a model depends on counts and kinds, which stay. Sizes only have to be divided, and odd ones leave a
-remainder in every cut, where mistakes are made.
+A mesh cuts a model by counts and kinds, which stay the same. Sizes only have to be divided; odd sizes leave a remainder
+in every cut, where mistakes happen.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _WIDTHS = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
-# Sizes that no axis cuts evenly and that need not be whole blocks: mixers of residual streams; indexers, with more dims
-# than a head can rotate, and so few heads that often all of their scores are 0, and blocks tie; n-gram tables, with an
-# odd number of rows in more than 10 parts.
+# Sizes that no axis cuts evenly and that need not be whole blocks. Mixers of residual streams. Indexers, with more dims
+# than a head can rotate, and so few heads that often all scores are 0 and blocks tie. N-gram tables, with an odd number
+# of rows in more than 10 parts.
 _OTHERS = {
     "hc_lowrank": 12, "indexer_n_heads": 2, "indexer_head_dim": 18, "ngram_vocab_size_base": 40,
     "make_ngram_vocab_size_divisible_by": 39, "split_ngram_parts": 13,
 }  # fmt: skip
-_END = 7  # the token that ends a text, in the small vocabulary; of a list the first, each two after the one before
+_END = 7  # the end-of-text token in the small vocabulary; a list of them starts here and goes up by two
 
 
 def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
     """Return a config with small widths and depth. Head counts, experts and everything else stay.
 
-    `width`: of the hidden states; 0: one that every family can have. `num_stages`: of the pipeline. `block`: makes the
-    sides of matrices multiples of it, enough for each tp rank.
+    `width`: width of the hidden states; 0: a width that every family can have. `num_stages`: stages of the pipeline.
+    `block`: make the sides of matrices multiples of it, enough for each tp rank.
     """
     if "text_config" not in config:
         return _in_blocks(_shrink(config, tp, width, num_stages), tp, block)
@@ -52,8 +52,8 @@ def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: in
 def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
     """Make heads, also of an indexer, and experts one block wide, MLPs one per tp rank, and hidden states two or more.
 
-    FP8 and 8-bit optimizer state work on whole blocks, which a mesh must not cut. Two blocks in a row are the least
-    that show a scale of the wrong block.
+    FP8 and 8-bit optimizer state work on whole blocks, which a mesh must not cut. It takes two blocks in a row to show
+    a scale of the wrong block.
     """
     if not block:
         return text
@@ -70,8 +70,8 @@ def _num_taps(config: Json) -> int:
 
 
 def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
-    """Return a vision config with heads of 8 dims, two blocks more than are tapped, and a position table of 3 x 3, so
-    that some pictures are larger than the table and need interpolation."""
+    """Return a vision config with heads of 8 dims, two more blocks than are tapped, and a 3 x 3 position table, so that
+    some pictures are larger than the table and need interpolation."""
     heads = vision.get("num_heads") or vision.get("num_attention_heads") or 16
     return {
         **vision, "num_heads": heads, "hidden_size": 8 * heads, "intermediate_size": 21, "depth": num_taps + 2,
@@ -106,11 +106,11 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) ->
     out["vocab_size"] = _uneven(131, tp)
     if "intermediate_size" in out:
         out["intermediate_size"] = (43 // tp | 1) * tp  # odd on each rank
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as models/rope_config.py
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as in models/rope_config.py
     whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
-    out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
+    out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families need the heads to divide it
     depth = _depth(text, num_stages + extra)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):
@@ -121,7 +121,8 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) ->
 
 
 def _index_and_grams(text: Json, depth: int) -> dict[str, Any]:
-    """Return a budget of three blocks, fewer than documents have, and narrow n-grams of a token that data contain."""
+    """Return an indexer budget of three blocks, fewer than documents have, and narrow n-gram tables whose end-of-text
+    token occurs in the data."""
     out: dict[str, Any] = {}
     if "indexer_budget" in text:
         out["indexer_budget"] = 3 * text["indexer_compress_ratio"]

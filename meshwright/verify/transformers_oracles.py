@@ -1,8 +1,8 @@
 """M1, M2 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16, and with peft.
 
-Ours runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by its
-own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all
-families, because a delta net can be ill-conditioned.
+Our model runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by
+its own rounding. Our float32 run shows how large that is; transformers may be off by a few times as much. No fixed
+bound fits all families, because a delta net can be ill-conditioned.
 
 A check that transformers cannot run is neither a pass nor a failure. It is reported as not tried.
 """
@@ -44,7 +44,7 @@ _ALLOWED = {
     "merged": 1e-6,
 }  # always allowed for float32
 _NOISE = 10  # in addition, this many times our own float32 error
-_OWN = 1e-3  # our own float32 error itself: more is no rounding, and would allow transformers anything
+_OWN = 1e-3  # bound of our own float32 error: a larger one is not rounding, and would allow transformers anything
 _CLOSE = 1e-3  # of a ratio to an integer
 _GAP = 1e-5  # between the probabilities of two experts that rounding may exchange
 
@@ -55,8 +55,8 @@ def compare_with_transformers(
     """Run M1 and R1 over several steps. -> notes, and why they could not run ("" if they did)
 
     Call it in a separate process. `sources`: the same model in several layouts of files; the first is spelled like
-    transformers' parameters. `steps`: micro-batches, by their name in findings. `device`: where our bfloat16 run is,
-    with the kernels of that device.
+    transformers' parameters. `steps`: micro-batches, by their name in findings. `device`: where our bfloat16 run takes
+    place, with the kernels of that device.
     """
     notes, why_not, first = Notes(), unsupported(sources[0]), next(iter(steps.values()))
     if not why_not:
@@ -66,7 +66,7 @@ def compare_with_transformers(
             cost = transformers_cost(sources[0], first[0])
         except Exception as error:  # noqa: BLE001 - an error of transformers is none of ours
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
-        # Ours runs outside of `try`: an error in it is a finding, not an excuse.
+        # Our model runs outside of `try`: an error in it is a finding, not a reason to skip.
         for (name, batches), peer in zip(steps.items(), peers, strict=True):
             wide, narrow = (run_meshwright(sources[0], batches, dtype) for dtype in (torch.float64, torch.float32))
             findings = m1_against(peer, wide, narrow, notes)
@@ -83,9 +83,9 @@ def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes:
     """One process gives the logits, loss, gradients and choices of experts of transformers.
 
     `wide`: our run in float64, which is compared with `peer`. `narrow`: our run in float32, whose distance from `wide`
-    sets the bound. The order is that of the computation, so the first finding is where to begin.
+    sets the bound. Findings come in the order of the computation, so begin with the first.
     """
-    if peer.odd_shapes:  # transformers draws these anew, so nothing else can be compared
+    if peer.odd_shapes:  # transformers draws these parameters anew, so nothing else can be compared
         for name, shapes in sorted(peer.odd_shapes.items()):
             yield Finding("M1", name, f"its shape is {shapes}", "transformers reads config.json otherwise")
         return
@@ -98,7 +98,7 @@ def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes:
     guess = "see the router's aux loss" if loss else "" if forward else "logits agree: labels, weights or what divides"
     loss += _number("loss", "loss", (peer.loss, wide.loss, narrow.loss), notes, guess)
     yield from loss
-    # What has no gradient is never trained; transformers must agree that it has none.
+    # A parameter without a gradient is never trained; in transformers its gradient must be 0 too.
     untrained = {name for name in peer.grads.keys() - wide.grads.keys() if not peer.grads[name].any()}
     for name in sorted((peer.grads.keys() ^ wide.grads.keys()) - untrained):
         yield Finding("M1", name, f"{'transformers' if name in peer.grads else 'only meshwright'} has this parameter")
@@ -116,7 +116,7 @@ def compare_with_peft(source: Path, batches: Sequence[Documents], lora: Lora, ad
         return notes, why_not
     try:
         write_adapter(source, lora, adapter)
-    except ConfigError as error:  # targets that name dense layers alone, which this model has none of
+    except ConfigError as error:  # targets that name only dense layers, which this model lacks
         return notes, str(error)
     try:
         peer = run_transformers(source, batches, adapter)
@@ -153,7 +153,7 @@ def m2_against(
 
 
 def _own_float32(wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
-    """Compare our run in float32 with ours in float64, which may take another path, for example to sort scores."""
+    """Compare our run in float32 with that in float64, which may take another code path, for example to sort scores."""
     off = (narrow.logits.double() - wide.logits.double()).abs().max().item() / wide.logits.abs().max().item()
     notes.add_margin(Margin("M1", "logits in float32, against float64", 1, off, _OWN))
     if not off <= _OWN:
@@ -175,7 +175,7 @@ def _parts(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Not
 def _about_part(name: str, wide: StepOutputs) -> str:
     """Guess why a part differs while all before it agree.
 
-    What a vision tower adds between layers is the output of no part, so the next norm is the first to differ.
+    A vision tower's addition between layers is not the output of a part, so the next norm is the first to differ.
     """
     otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
     guess = f"it computes something else, or {otherwise} are read otherwise"
@@ -206,7 +206,7 @@ def _logits(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: No
 def _number(
     kind: str, name: str, numbers: tuple[float, float, float], notes: Notes, guess: str = ""
 ) -> Iterator[Finding]:
-    """Compare a number. `numbers`: of transformers, of ours in float64, and of ours in float32."""
+    """Compare a number. `numbers`: those of transformers, of our model in float64, and of our model in float32."""
     peer, wide, narrow = numbers
     if not peer and not wide:
         return
@@ -253,7 +253,7 @@ def _gradients(
 
 
 def _experts(peer: StepOutputs, wide: StepOutputs, notes: Notes) -> Iterator[Finding]:
-    """Compare the choices of experts, but for tokens whose last chosen and first rejected expert are nearly tied.
+    """Compare the choices of experts, except for tokens whose last chosen and first rejected experts are nearly tied.
 
     Indices are sorted: the order in which a token's experts are listed has no effect.
     """

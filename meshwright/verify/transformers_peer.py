@@ -1,11 +1,11 @@
-"""Run a step on one process, with our model and with that of transformers, where it knows the family.
+"""Run a step on one process, with our model and with that of transformers if transformers has the family.
 
-Everything else that `verify` compares is our code with our code: of 26 one-line bugs that were planted in the engine,
-that missed nine, most of them because both sides shared the bug (docs/decisions/0005-verify-asks-transformers.md). This
-is the only module of the package that imports the models of transformers.
+All other comparisons of `verify` are of our code with our code. They missed nine of 26 one-line bugs that were planted
+in the engine, most of them because both sides shared the bug (docs/decisions/0005-verify-asks-transformers.md). This is
+the only module of the package that imports the models of transformers.
 
-Ours takes documents packed, transformers takes one after the other, so packing is compared as well. If documents have
-pictures, so is the vision tower.
+Our model takes packed documents, transformers one document after the other, so packing is compared as well. If
+documents have pictures, so is the vision tower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .small_data import Picture, Pictures, labels_of
 
 # Our names of transformers' parts, of its lists of parts, and of the parts of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
-_FEW_TOKENS = 1  # of about 130: the head's gradient is then a sum over as many chunks
+_FEW_TOKENS = 1  # with about 130 tokens, the head's gradient is then a sum over as many chunks
 _PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm", "visual.merger": "tower.merger",
           "hyper_connection_mixer": "head.norm"}  # fmt: skip
 _LISTS = {"visual.blocks": "tower.blocks", "visual.deepstack_merger_list": "tower.deep"}
@@ -65,9 +65,9 @@ Documents = list[Document]
 class StepOutputs:
     """The results of one step. Tokens are those of all documents, one document after the other.
 
-    `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
-    output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
-    `odd_shapes`: both shapes of parameters that have another one in files.
+    `aux`: the router's part of the loss. `grads`: by file key. `parts`: a fingerprint of each row of a part's output.
+    `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts. `odd_shapes`:
+    both shapes of the parameters whose shape differs from that in the files.
 
     Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
     """
@@ -101,10 +101,10 @@ def run_meshwright(
         ):
             scores.append(logits(model, batch)[:num])
         of_tokens = {name: print_T[:num] for name, print_T in (rope | record.fingerprints).items()}
-        # in the order in which one follows from the other, since M1 names the first that differs
+        # in the order of the computation, since M1 names the first that differs
         parts.append({ROPE: of_tokens[ROPE], **tower_record.fingerprints, **of_tokens})
         routed.append([(logits_TE[:num], expert_Tk[:num]) for _, logits_TE, expert_Tk in routers.values()])
-    # Gradients need another forward: the one above is without a graph, as inference is.
+    # Gradients need another forward: the one above has no graph, as in inference.
     engine = Engine(model, lr=1e-3)
     loss = engine.backward(packed)
     aux = engine._pending().results.router_loss
@@ -122,7 +122,7 @@ def write_adapter(source: Path, lora: Lora, at: Path) -> None:
 
 
 def merged_by_both(source: Path, adapter: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of a source with an adapter merged: by us, and by peft."""
+    """Return the weights of a source with an adapter merged by us, and merged by peft."""
     model = load(
         source, Mesh(device="cpu"), dtype=torch.float32, lora=Lora(path=str(adapter)), tower=_has_tower(source)
     )
@@ -131,7 +131,7 @@ def merged_by_both(source: Path, adapter: Path) -> tuple[dict[str, Tensor], dict
 
 
 def _has_tower(source: Path) -> bool:
-    """Return whether a source has a vision tower. Sources for the text alone have a language model's config."""
+    """Return whether a source has a vision tower. Sources with only the text model have a language model's config."""
     return "vision_config" in read_config(source)
 
 
@@ -144,7 +144,7 @@ def _packed(model: Model, documents: Documents, length: int) -> Batch:
 
 
 def _joined(prints: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the fingerprints of batches or documents. Those without pictures have none of the tower."""
+    """Concatenate the fingerprints of batches or documents. Without pictures they have none of the tower."""
     names = dict.fromkeys(name for each in prints for name in each)
     return {name: torch.cat([each[name] for each in prints if name in each]) for name in names}
 
@@ -204,7 +204,7 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
     labels = [[_labels(model, d) for d in documents] for documents in batches]
     terms = [_terms(out.logits[0], labels_T) for of, each in zip(outs, labels, strict=True)
              for out, labels_T in zip(of, each, strict=True)]  # fmt: skip
-    # One divisor for the step, as in our engine. The loss that transformers returns is a mean per call.
+    # One divisor for the step, as in our engine. The loss that transformers returns is a mean over one call.
     loss = torch.stack(terms).sum() / sum(int((labels_T != IGNORE).sum()) for each in labels for labels_T in each)
     routers = [
         [torch.cat(each) for each in zip(*(out.router_logits for out in of), strict=True)] for of in outs if routed
@@ -222,10 +222,10 @@ def run_transformers(source: Path, batches: Sequence[Documents], adapter: Path |
 
 
 def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
-    """Return what bfloat16 costs each part of our model. Both runs have weights rounded to bfloat16, as matmuls take
-    them, so that only the arithmetic differs.
+    """Return the rounding error of bfloat16 in each part of our model. Both runs have weights rounded to bfloat16, as
+    matmuls take them, so that only the arithmetic differs.
 
-    Gradients of steep parameters are left out: rounding moves a slope as a whole, and one token can be most of them.
+    Gradients of steep parameters are left out: rounding changes a whole slope, and one token can dominate.
     """
     narrow, wide = (
         load(source, Mesh(device=device), dtype=dtype, tower=_has_tower(source), train="*")
@@ -252,8 +252,8 @@ def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
 def _cast_weights(model: Model) -> Iterator[None]:
     """Let layers read weights in the compute dtype, as FSDP hands them out.
 
-    One process keeps them in float32, where an op that sums a gradient in the dtype of its weight would look right. The
-    cast is part of the graph, so gradients still reach the parameters.
+    One process keeps them in float32, which would hide an op that sums a gradient in the dtype of its weight. The cast
+    is part of the graph, so gradients still reach the parameters.
     """
     (part,) = model.parts
     narrow = [(module, name, parameter) for path, module in part.named_modules()
@@ -295,7 +295,7 @@ def _tower_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 def transformers_cost(source: Path, documents: Documents) -> Cost:
-    """Return what bfloat16 costs each part of transformers' model."""
+    """Return the rounding error of bfloat16 in each part of transformers' model."""
     with_experts = _has_experts(source)
     narrow, wide = (_model(source, with_experts).to(dtype) for dtype in (torch.bfloat16, torch.float64))
     wide.load_state_dict(narrow.state_dict())
@@ -314,8 +314,8 @@ def _both(
     models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None],
     choices: Sequence[AbstractContextManager[None]],
 ) -> list[Pass]:  # fmt: skip
-    """Run a model in bfloat16, then the wide one, whose parts get the inputs of the first, and its choices of experts
-    and of blocks of keys: a choice that rounding exchanges is no error of the part, but changes whole gradients."""
+    """Run a model in bfloat16, then the wide one with the same inputs of parts, and the same choices of experts and key
+    blocks: a choice that rounding flips is no error of the part, but changes whole gradients."""
     passes: list[Pass] = []
     for (model, parts), choice in zip(models, choices, strict=True):
         with choice, followed(parts, passes[0] if passes else None) as record:
@@ -325,7 +325,7 @@ def _both(
 
 
 def _peer_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of transformers' model by our names, but for the rotary embedding, whose input is positions."""
+    """Yield the parts of transformers' model by our names, except the rotary embedding, whose input is positions."""
     named = ((_part_of(name), module) for name, module in model.base_model.named_modules())
     return ((part, module) for part, module in named if part and part != ROPE)
 
@@ -347,7 +347,7 @@ def _key_of(name: str) -> str:
 
 
 def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield gradients by key of the files: transformers joins a table that they hold in parts of its rows."""
+    """Yield gradients by file key: transformers joins a table that the files hold in parts."""
     for key, grad in grads.items():
         stem = key.removesuffix("weight")
         parts = list(takewhile(keys.__contains__, (f"{stem}shard_{i}.weight" for i in count())))
@@ -355,13 +355,12 @@ def _in_parts(grads: Mapping[str, Tensor], keys: Container[str]) -> Iterator[tup
 
 
 def _model(source: Path, with_experts: bool) -> Any:
-    """Load transformers' model in float32 with its plainest kernels: faster ones for experts want rows of 16 bytes."""
+    """Load transformers' model in float32 with its plainest kernels: faster expert kernels need rows of 16 bytes."""
     return _loaded(source, with_experts)[0]
 
 
 def _loaded(source: Path, with_experts: bool) -> tuple[Any, dict[str, str]]:
-    """Load transformers' model. -> the model; its parameters that have another shape than in the files, which they do
-    not take"""
+    """Load transformers' model. -> the model; its parameters of another shape than in files, which are not loaded"""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -400,7 +399,7 @@ def _places(model: Any) -> list[int]:
 def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
     """Return a document as the arguments of transformers' model.
 
-    It computes the positions itself, and tells pictures apart only where no two of them touch.
+    The model computes positions itself, and tells pictures apart only if no two of them touch.
     """
     inputs = {"input_ids": torch.tensor([document.tokens])}
     if not document.pictures:
@@ -417,8 +416,7 @@ def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
 
 
 def _normed(patches_PC: Tensor) -> Tensor:
-    """Return patches as processors of transformers do: bytes are rescaled to 0..1, then normalised with mean and
-    deviation 0.5."""
+    """Normalise patches like the processors of transformers: rescale bytes to 0..1, then use mean and deviation 0.5."""
     return (patches_PC / 255 - 0.5) / 0.5 if patches_PC.dtype == torch.uint8 else patches_PC
 
 
@@ -451,7 +449,7 @@ def _terms(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _aux(model: Any, routers: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the mean over micro-batches of the aux loss that transformers computes of each.
+    """Return the mean over micro-batches of the aux loss that transformers computes.
 
     Each family of transformers has a copy of the function, so it is looked up in the module of the model's class.
     """
@@ -465,7 +463,7 @@ def _aux(model: Any, routers: Sequence[Sequence[Tensor]]) -> Tensor:
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, list[Tensor]]]:
-    """Record fingerprints of the parts of transformers' model, as `recorded_forward` does of ours."""
+    """Record fingerprints of the parts of transformers' model, as `recorded_forward` does for our model."""
     record: dict[str, list[Tensor]] = {}
 
     def note(name: str, out: Any) -> None:

@@ -1,7 +1,7 @@
-"""Check that each rank holds the weights of the source files. It compares its own pieces, box by box, and sends none.
+"""Check that each rank holds the weights of the source files. Ranks compare their own pieces, and send none.
 
 The files are read by safetensors' reader, which maps them into memory, not by the reader that loading uses. So a bug in
-ours cannot hide, and a tensor costs memory only where it is read.
+our reader shows, and a tensor takes memory only where it is read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..sharding import Block, Box, Layout, Piece
 from ..weights import Source, Values, as_in_file, chosen
 from .results import Finding
 
-_SLAB_ELEMENTS = part_size(__name__, "_SLAB_ELEMENTS", 1 << 20, small=1001)  # compared at once
-# read before the mapping of a file is closed, which gives its pages back
+_SLAB_ELEMENTS = part_size(__name__, "_SLAB_ELEMENTS", 1 << 20, small=1001)  # elements compared at once
+# Bytes read before the mapping of a file is closed, which frees its pages.
 _MAPPED_BYTES = part_size(__name__, "_MAPPED_BYTES", 64 << 20, small=10_007)
-_MOST = 100  # differences that a rank reports in full
+_MOST = 100  # number of differences that a rank reports in full
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D  # an odd factor: multiplying 64-bit integers by it loses no information
 
@@ -41,9 +41,9 @@ _ODD = 0x2545F4914F6CDD1D  # an odd factor: multiplying 64-bit integers by it lo
 class Difference:
     """A box of a parameter in which a rank's values differ from those of a key of the source.
 
-    `name`, `box`: of the parameter. `key`: of the source. `num_wrong`: elements of `num_elements` in the box that
-    differ. `misplaced`: the rank has the right values in the wrong places, as when heads or experts are swapped.
-    `checksums`: crc32 of the first slab that differs, on the rank and in the source.
+    `name`, `box`: the parameter and the box. `key`: the key of the source. `num_wrong`: how many of the box's
+    `num_elements` differ. `misplaced`: the rank has the right values in the wrong places, as when heads or experts are
+    swapped. `checksums`: crc32 of the first slab that differs, on the rank and in the source.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Difference:
 class WeightCheck:
     """The result of `check_weights`, over all ranks and the same on every rank.
 
-    `differences`: the first 100 of each rank. `num_differences`: all of them. `num_elements`: the elements compared, on
-    all ranks together, so copies count each time. `skipped`: parameters that the source lacks, which were drawn.
+    `differences`: the first 100 of each rank. `num_differences`: the number of all. `num_elements`: the elements
+    compared on all ranks, each copy counted. `skipped`: parameters that the source lacks, which were drawn.
     """
 
     differences: tuple[Difference, ...]
@@ -95,7 +95,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
     try:
         with progress("check weights", total, "elements", enabled=rank == 0) as advance:
             differences.extend(weight_differences(model, names, advance))
-    except LoadError as error:  # raised on all ranks below: one that left alone would let the others hang
+    except LoadError as error:  # raised on all ranks below: a rank that left alone would let the others hang
         failure = f"rank {rank}: {error}"
     gathered = model.mesh.gather_objects((differences[:_MOST], len(differences), total, failure), DENSE)
     failures = [f for _, _, _, f in gathered if f is not None]
@@ -133,7 +133,7 @@ def weight_differences(model: Model, names: Sequence[str], advance: Advance | No
             of_blocks = [c for block in layout.blocks for c in _compared(block, views, files)]
         of_copies = [c for block in layout.copies for c in _compared(block, views, files)]
         for comparisons in (of_blocks, of_copies):
-            # Each box may have lost values to another, while the piece as a whole has the right ones.
+            # Values may have moved between boxes while the piece as a whole has the right ones.
             moved = sum(c.excess for c in comparisons) % 2**64 == 0
             yield from (c.difference(name, model.mesh.rank, moved) for c in comparisons)
         if advance is not None:
@@ -218,7 +218,7 @@ class _Comparison:
         self.excess += _unordered(local_bits) - _unordered(source_bits)
 
     def difference(self, name: str, rank: int, moved: bool) -> Difference:
-        """Return the result. `moved`: the values moved between boxes; a move within this box it finds itself."""
+        """Return the result. `moved`: values moved between boxes; `excess` shows a move within this box."""
         moved = moved or self.excess % 2**64 == 0
         return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
 
@@ -329,7 +329,7 @@ class _Mapped:
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 OUTLANDISH = 1e4  # no weight of a published model is as large; one flipped bit of an exponent makes it 1e38
 
-_COMMON = 1e-4  # of the largest weight: where half of all are larger than this, no single one is damaged
+_COMMON = 1e-4  # of the largest weight: if half of all elements are larger than this, no single one is damaged
 _LOOKED_AT = 100_000  # elements of a tensor that are sampled for their usual size
 
 
@@ -346,7 +346,7 @@ def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
     """Yield the implausible values of one tensor: not finite, or far too large."""
     if not tensor.numel():
         return
-    # An exponent of all ones is NaN or infinity, so one flipped bit can make either.
+    # An exponent of all ones means NaN or infinity, so one flipped bit can produce either.
     num = int((~tensor.isfinite()).sum())
     if num:
         yield Finding("W1", name, f"{num} of {tensor.numel()} elements on rank {rank} are not finite", "a damaged file")
@@ -362,13 +362,13 @@ def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
 
 
 def _usual(tensor: Tensor) -> float:
-    """Return the median magnitude of a sample of elements. A mean would follow the one damaged element."""
+    """Return the median magnitude of a sample of elements. A single damaged element would dominate a mean."""
     flat = tensor.reshape(-1)
     return float(flat[:: max(1, len(flat) // _LOOKED_AT)].double().abs().median())
 
 
 def published_sums(directory: Path, files: Sequence[str]) -> dict[str, str]:
-    """Return the sha256 of each file that the Hugging Face cache knows.
+    """Return the published sha256 of each file that the Hugging Face cache has.
 
     In the hub's cache a file is a link to a blob whose name is its sha256. A download to a local directory notes the
     sha256 in a metadata file instead.

@@ -1,6 +1,6 @@
-"""Optimizer state of a mesh, gathered on rank 0: a wrong factor in a gradient may show in it alone.
+"""Gather optimizer state on rank 0: a wrong factor in a gradient may show only there.
 
-Muon divides an update by its norm, so weights are right with gradients of any scale, and momentum is not.
+Muon divides an update by its norm, so with scaled gradients its weights are right, but its momentum is not.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def deferred_signal(number: int) -> Iterator[list[int]]:
-    """Hold a signal back until the end, and then raise it. The body may look at the list to see whether it came.
+    """Hold a signal back until the end of the block, and then raise it. The body can check the list for whether it
+    came.
 
     Only the main thread gets signals and may handle them; in another thread the list stays empty.
     """

@@ -1,6 +1,6 @@
 """Diagnose a failed collective: compare two readings of every rank's heartbeat, taken some seconds apart.
 
-A timeout by itself says only that some rank did not arrive. The comparison shows which ranks wait in a collective, and
+A timeout alone tells only that some rank did not arrive. The comparison shows which ranks wait in a collective, and
 which are elsewhere, dead, stopped, or never joined.
 """
 
@@ -17,13 +17,13 @@ _MOST = 6  # a message names at most this many groups of ranks, so that it stays
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The report of a rank about itself, once a second."""
+    """The status that a rank reports about itself once per second."""
 
     state: str  # waits in a collective, works, raised an error, or left the run
     at: str  # the door (a named collective of the model), phase or line of code; after an error, its text
     task: str  # the step and micro-batch
     still_s: float  # seconds since any of these changed
-    beat: float  # the time of writing, by the rank's own clock
+    beat: float  # the time of writing by the rank's own clock
     home: str  # names the machine's PID namespace, in which `pid` is valid; empty if unknown
     pid: int
 
@@ -69,7 +69,7 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
         fate = _fate_of(before[rank], seen, home)
         by_fate.setdefault((fate, _place(fate, seen)), []).append(rank)
     mesh, order, now = tuple(after), list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
-    # The worst fate first; within one, the smallest group, which is the odd one out.
+    # The worst fate comes first; within a fate, the smallest group, which is the odd one out.
     fates = sorted(by_fate.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
     sentences = []
     for (fate, place), ranks in fates[:_MOST]:
@@ -81,19 +81,20 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
 
 
 def _fate_of(before: Heartbeat | None, after: Heartbeat | None, home: str) -> str:
-    """Return a rank's fate: from its reported state if the heartbeat moves, from its process if it does not."""
+    """Return a rank's fate: its reported state if the heartbeat changes, else the state of its process."""
     if after is None:
         return NEVER
     if after.state in (LEFT, RAISED):
         return ENDED if after.state == LEFT else FAILED
-    # The heartbeat did not move. On this machine /proc tells why; of a rank on another machine nothing more is known.
+    # The heartbeat did not change. On this machine /proc tells why; about a rank on another machine nothing more is
+    # known.
     if after == before:
         return _fate_of_silent(after) if home and after.home == home else GONE
     return WAITING if after.state == WAITS else BUSY
 
 
 def _fate_of_silent(seen: Heartbeat) -> str:
-    """Return what happened to a silent process, if it is on this machine."""
+    """Return the fate of a silent process, from /proc if it runs on this machine."""
     try:
         # The third field of stat, after a command name in parentheses that may contain anything.
         state = Path(f"/proc/{seen.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -136,7 +137,7 @@ def named(ranks: Sequence[int], mesh: Sequence[int] | None = None) -> str:
 
 
 def named_in(mesh: Sequence[int], ranks: Sequence[int]) -> str:
-    """Format global ranks by their places in a mesh, as `named` does."""
+    """Format global ranks by their ranks in a mesh, as `named` does."""
     return named([mesh.index(rank) for rank in ranks], mesh)
 
 

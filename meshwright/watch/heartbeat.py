@@ -1,9 +1,10 @@
-"""Heartbeats: each rank writes into the run's store where it is and since when, so that a hang names the lost rank.
+"""Heartbeats: each rank writes its position and the time to the run's store, so that an error after a hang names the
+lost rank.
 
-The main thread notes each door that it passes by assigning one attribute (no lock, no system call). A second thread
-writes the note to the store once a second. So when a collective fails or times out, the `RankError` can name the rank
-that is dead, elsewhere or waiting. On a GPU the host runs ahead of the device: the door is the host's position, and
-torch's flight recorder knows the device's.
+At each door the main thread records its position by assigning one attribute (no lock, no system call). A second thread
+writes the position to the store once per second. So when a collective fails or times out, the `RankError` can name the
+rank that is dead, elsewhere or waiting. On a GPU the host runs ahead of the device: the door is the host's position,
+and torch's flight recorder knows the device's.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from .trace_regions import region, trace
 
 BEAT_S = 1.0
 PREFIX = "heartbeat"
-_STORE_S = 3.0  # seconds after which a store that has not answered counts as gone
-_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # paths of code that is not the user's
+_STORE_S = 3.0  # seconds without an answer after which the store counts as gone
+_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # paths of code other than the user's
 
-# Our code that FSDP calls to communicate: a rank that waits there waits in FSDP.
+# FSDP calls this code of ours to communicate, so a rank that waits there waits in FSDP.
 _SENDS = tuple(
     os.path.join(*at) for at in (("mesh", "local_collectives.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
 )
 
 
 class _Position:
-    """The state of this process, which can only be at one place."""
+    """The state of this process, which is at one place at a time."""
 
     now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # state, place, since when
     task = ""
     inside = False  # whether a call is running that `names_lost_ranks` guards
-    watch: Watch | None = None  # None in a run of one rank
+    watch: Watch | None = None  # None in a run with one rank
 
 
 position = _Position()
 
 
 def doing(task: str) -> None:
-    """Note which step and micro-batch this rank works on. Errors show it next to the place."""
+    """Record the step and micro-batch that this rank works on. Errors show it next to the place."""
     position.task = task
 
 
@@ -76,7 +77,8 @@ def waits_at() -> str:
 class waiting_at:
     """Mark a collective, as in `with waiting_at("the norm"):`. Until it ends, that is where this rank waits.
 
-    A trace shows it under that name. A class and not a generator: it runs at every door, and must be cheap.
+    A trace shows it under that name. It is a class instead of a generator because it runs at every door, and must be
+    cheap.
     """
 
     traced: AbstractContextManager[Any] | None = None
@@ -102,7 +104,7 @@ class waiting_at:
 def names_lost_ranks() -> Iterator[None]:
     """Turn a collective that fails inside into a RankError that names the lost rank.
 
-    Any other error goes into the heartbeat, so that ranks which then wait in vain can say why.
+    Any other error goes into the heartbeat, so that ranks that then wait in vain can report it.
     """
     position.inside = True
     try:
@@ -110,7 +112,7 @@ def names_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if position.watch is None or isinstance(error, RankError):
             raise
-        # This rank is at fault: it says so, and the ranks that wait for it will read why.
+        # This rank is at fault: it reports its error, and ranks that wait for it will read that.
         if not _of_a_collective(error):
             position.now = (RAISED, _text(error), time.monotonic())
             position.watch.tell()
@@ -135,7 +137,7 @@ def _of_a_collective(error: Exception) -> bool:
     """Return whether an error comes from a collective."""
     if isinstance(error, dist.DistError):
         return True
-    if isinstance(error, torch.OutOfMemoryError):  # perhaps in a collective, but no other rank is to blame
+    if isinstance(error, torch.OutOfMemoryError):  # maybe in a collective, but no other rank is to blame
         return False
     known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
     return isinstance(error, RuntimeError) and (position.now[0] == WAITS or any(text in str(error) for text in known))
@@ -153,7 +155,7 @@ def _stood(error: Exception) -> str:
 
 
 def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
-    """Return state and place of a thread that is at none of our doors: in FSDP, or at a line of the user's code.
+    """Return state and place of a thread that is not at a door of ours: in FSDP, or at a line of the user's code.
 
     `lines`: innermost first.
     """
@@ -187,7 +189,7 @@ def _main_thread() -> list[tuple[str, int, str]]:
 
 
 def heartbeat() -> Heartbeat:
-    """Return this rank's current heartbeat. If it has worked for long at no door, look up the line at which it is."""
+    """Return this rank's current heartbeat. If it has passed no door for a while, look up its current line of code."""
     state, at, since = position.now
     still_s = time.monotonic() - since
     # Reading another thread's stack takes milliseconds, so only a rank that has passed no door for a while does it.
@@ -199,7 +201,7 @@ def heartbeat() -> Heartbeat:
 
 @functools.cache
 def _home() -> str:
-    """Name the process table that a pid belongs to: this boot of this machine, in this container."""
+    """Name the process table of a pid: this boot of this machine, in this container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -211,7 +213,7 @@ class Watch:
 
     With `loud` it also logs a diagnosis shortly before the timeout: on a GPU torch's watchdog then ends the process,
     and Python never sees an error. `rank` is this process's global rank, `ranks` are those of its mesh, and `store` is
-    the mesh's own: another mesh of the same run writes other heartbeats.
+    the mesh's own: another mesh of the same run writes its own heartbeats.
     """
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, loud: str) -> None:
@@ -221,7 +223,7 @@ class Watch:
         self.rank, self.ranks, self.timeout_s, self.loud = rank, tuple(ranks), timeout_s, loud
         self._over = threading.Event()
         position.now = (WORKS, "after joining the run", time.monotonic())
-        # The first heartbeat is written at once: a rank that never joined is then one without any.
+        # Write the first heartbeat at once, so that a rank without any never joined.
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -235,7 +237,7 @@ class Watch:
         try:
             while not self._over.wait(_every_s(len(self.ranks))):
                 self.tell()
-                # Only inside a guarded call: between calls, user code may take as long as it likes.
+                # Only diagnose inside a guarded call: between calls, user code may take any time.
                 if self.loud and position.inside and time.monotonic() - position.now[2] > _loud_after_s(self.timeout_s):
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
@@ -249,7 +251,7 @@ class Watch:
         """Stop writing, and leave a last heartbeat that says whether this rank ended normally."""
         self._over.set()
         self._thread.join(_STORE_S)
-        if self._thread.is_alive():  # the store is stuck, and would hold us up too
+        if self._thread.is_alive():  # the store is stuck, and would block this thread too
             return
         error = sys.last_value if hasattr(sys, "last_value") else None  # the error that ended the script, if any
         if position.now[0] != RAISED:
@@ -274,7 +276,7 @@ class Watch:
         return answers[-1]
 
     def _elsewhere(self) -> str:
-        """Name the ranks of other machines: nothing is known about them without the store.
+        """Name the ranks of other machines, about which nothing is known without the store.
 
         torchrun numbers the ranks of a machine consecutively.
         """
@@ -284,7 +286,7 @@ class Watch:
         return f"Lost or out of reach: {named_in(self.ranks, others)}, on other machines. " if others else ""
 
     def _ask(self, answers: list[str]) -> None:
-        """Append the diagnosis: that of the first rank to ask, which all others wait for."""
+        """Append the diagnosis, which the first rank to ask makes while all others wait for it."""
         with contextlib.suppress(dist.DistError):  # then the sentence about the lost store remains the last answer
             self.tell()
             # `add` is atomic: exactly one rank makes the diagnosis, so that all report the same.
@@ -300,12 +302,13 @@ class Watch:
 
 
 def _loud_after_s(timeout_s: float) -> float:
-    """Return the seconds of waiting after which a diagnosis is logged: it takes some itself, and must win the race."""
+    """Return the seconds of waiting after which a diagnosis is logged: the diagnosis takes time itself, and must finish
+    before the timeout."""
     return timeout_s - min(10.0, timeout_s / 10)
 
 
 def _keeper(ranks: Sequence[int]) -> str:
-    """Name the process that keeps the store of the run, to a mesh of these global ranks."""
+    """Name the process that keeps the store of the run, in terms of a mesh of these global ranks."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return named_in(ranks, [0]) if ranks[0] == 0 else "global rank 0"
     return f"the process that started the ranks (torchrun or meshwright) on {os.environ['MASTER_ADDR']}"
@@ -320,16 +323,16 @@ def look_twice(store: Store, ranks: Sequence[int], timeout_s: float) -> str:
 
 def _every_s(size: int) -> float:
     """Return the seconds between heartbeats, longer with thousands of ranks."""
-    return max(1.0, size / 1000) * BEAT_S  # the store answers a thousand calls a second with ease
+    return max(1.0, size / 1000) * BEAT_S  # the store easily answers a thousand calls per second
 
 
 def _patience_s(size: int) -> float:
-    """Return for how long a heartbeat may stay the same before its rank counts as lost."""
+    """Return how many seconds a heartbeat may stay unchanged before its rank counts as lost."""
     return 2.5 * _every_s(size)
 
 
 def heartbeats(store: Store, ranks: Sequence[int]) -> Heartbeats:
-    """Read the heartbeats of these ranks; None for those that never joined."""
+    """Read the heartbeats of these ranks; None for ranks that never joined."""
     keys = [str(rank) for rank in ranks]
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     read = {

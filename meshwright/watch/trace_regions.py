@@ -1,4 +1,5 @@
-"""Named regions for profiler traces: each door under its name, and whatever else asks. No cost while nothing traces."""
+"""Named regions for profiler traces: each door under its name, and any other block. They are free while no trace
+runs."""
 
 from __future__ import annotations
 
@@ -18,5 +19,5 @@ trace = _Trace()
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """Name what runs inside, as in `with region("update"):`, for a trace."""
+    """Name the block in a trace, as in `with region("update"):`."""
     return record_function(name) if trace.on else nullcontext()

@@ -1,6 +1,6 @@
-"""NF4 files as transformers writes them with bitsandbytes (QLoRA, arXiv:2305.14314).
+"""Read NF4 files that transformers writes with bitsandbytes (QLoRA, arXiv:2305.14314).
 
-    X.weight             U8 [rows * columns / 2, 1]: two codes a byte, the first in the high four bits
+    X.weight             U8 [rows * columns / 2, 1]: two codes per byte, the first in the high four bits
     X.weight.absmax      a scale for each 64 elements of the flattened matrix: F32, or with double quantisation U8
     X.weight.quant_map   the 16 values of the codes
     X.weight.nested_absmax, X.weight.nested_quant_map
@@ -8,7 +8,7 @@
     X.weight.quant_state.bitsandbytes__nf4
                          JSON as bytes: shape, sizes of blocks, offset
 
-The shape of a matrix stands in that JSON alone, so it is read before anything else is known of the matrix.
+Only that JSON holds the shape of a matrix, so it is read before anything else about the matrix is known.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class State:
 
 
 def check_config(quantization: Mapping[str, Any]) -> None:
-    """Refuse what bitsandbytes can write besides NF4."""
+    """Refuse formats of bitsandbytes other than NF4 in uint8."""
     kind, stored = quantization.get("bnb_4bit_quant_type", "fp4"), quantization.get("bnb_4bit_quant_storage", "uint8")
     if not quantization.get("load_in_4bit") or kind != "nf4" or stored != "uint8":
         raise LoadError(
@@ -55,7 +55,7 @@ def check_config(quantization: Mapping[str, Any]) -> None:
 
 
 def states_of(entries: Mapping[str, Entry], read: Callable[[Entry], bytes]) -> dict[str, State]:
-    """Return what the files say of each matrix in NF4, by its key."""
+    """Return the quantisation state of each matrix in NF4, by its key."""
     keys = [key.removesuffix(_STATE) for key in entries if key.endswith(_STATE)]
     return {key: _state(key, entries, read) for key in keys}
 
@@ -66,7 +66,8 @@ def companions(key: str, state: State, entries: Mapping[str, Entry]) -> tuple[st
 
 
 def unnested(codes: Tensor, first: int, absmax: Tensor, values: Tensor) -> Tensor:
-    """Return scales that are quantised themselves, before the offset is added. `first`: the place of the first one."""
+    """Dequantise scales that are themselves quantised, before the offset is added. `first`: the place of the first
+    one."""
     blocks = torch.arange(first, first + codes.numel(), device=codes.device).view(codes.shape) // NESTED_BLOCK
     return values[codes.int()] * absmax[blocks]
 

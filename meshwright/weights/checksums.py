@@ -1,7 +1,7 @@
 """Checksums of written byte ranges (extents): the extents of a file tile it, and a reader verifies what it reads.
 
-A checksum belongs to what one rank wrote at once, not to a fixed block of the file: a block at a seam of two ranks
-could be checked by neither. xxh3 runs at some 30 GB/s, far above any disk, so checking costs next to nothing.
+A checksum covers the bytes that one rank wrote at once, not a fixed block of the file: neither rank could check a block
+at the seam between two ranks. xxh3 runs at some 30 GB/s, far above any disk, so checking costs next to nothing.
 
 Example: ranks 0 and 1 write one tensor. Rank 0 adds the extent (0, 1048576), rank 1 (1048576, 2097152). A reader on
 another mesh that needs bytes 1000000 to 1100000 reads both, verifies both, and keeps its part.
@@ -43,7 +43,7 @@ class Extents:
     of_file: dict[str, list[Extent]] = field(default_factory=dict)
 
     def add(self, file: str, start: int, data: Bytes) -> None:
-        """Note bytes that were written to a file from `start` on."""
+        """Record bytes that were written to a file from `start` on."""
         self.of_file.setdefault(file, []).append(Extent(start, start + len(data), checksum(data)))
 
     def update(self, other: Extents) -> None:
@@ -61,7 +61,7 @@ class Extents:
         return {file: sorted(extents) for file, extents in self.of_file.items()}
 
     def find_gap(self, file: str, num_bytes: int) -> str:
-        """Return what is wrong with the extents of a file of `num_bytes`, or "" if each byte lies in exactly one."""
+        """Describe an error in the extents of a file of `num_bytes`; "" if each byte lies in exactly one."""
         at = 0
         for extent in sorted(self.of_file.get(file, [])):
             if extent.start != at:
@@ -94,7 +94,7 @@ def checksum(data: Bytes) -> int:
 
 
 def overlapping(extents: Sequence[Extent], start: int, stop: int) -> Iterator[Extent]:
-    """Yield those of sorted extents that have bytes of `start..stop`."""
+    """Yield the extents, of a sorted list, that have bytes of `start..stop`."""
     at = bisect_right(extents, start, key=lambda extent: extent.stop)
     while at < len(extents) and extents[at].start < stop:
         yield extents[at]
@@ -102,7 +102,7 @@ def overlapping(extents: Sequence[Extent], start: int, stop: int) -> Iterator[Ex
 
 
 class Checks:
-    """Verifies bytes as they are read. `checked` collects the extents of each file that were right.
+    """Verifies bytes as they are read. `checked` collects the extents of each file that passed.
 
     Bytes are compared while they are in the CPU's cache, right after the read, so a restore needs no second pass over
     the data.

@@ -1,7 +1,7 @@
 """Find and send the elements of whole tensors that changed since a snapshot (weight sync of sparse updates).
 
 After a small step most weights round to the same bfloat16, so few elements differ in the dtype that is sent. Each rank
-compares the pieces that it owns with its snapshot, bit by bit, and sends indices and values of what differs.
+compares the pieces that it owns with its snapshot, bit by bit, and sends indices and values of those that differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtyp
 
 @dataclass(frozen=True)
 class Change:
-    """The elements of an owned part that changed: their numbers in the part and in the whole tensor, and values."""
+    """The elements of an owned part that changed: their indices in the part and in the whole tensor, and their
+    values."""
 
     key: str
     size: int  # of the part
@@ -37,7 +38,7 @@ class Change:
 
 
 def snapshot_of(stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], dtypes: DtypeOf) -> list[Tensor]:
-    """Copy what this rank owns to the host: a flat tensor for each part, in the order in which parts are sent."""
+    """Copy the parts that this rank owns to the host, as flat tensors in the order in which parts are sent."""
     rank, host = stored_model.mesh.rank, stored_model.mesh.host
     every = (bucket.parts[rank] for bucket in buckets(stored_model, keymap, keys, dtypes, [rank]))
     # A copy even where device and dtype are equal: the live weights will change.
@@ -54,7 +55,7 @@ def send_changes(
     """Yield (key, indices, values) of each tensor with changes, on rank 0 or `to_all`; every rank must exhaust it.
 
     `planned`: the buckets with this rank's parts. Indices are sorted, so they do not depend on the mesh. `changed`
-    collects this rank's changes, by which `move` moves the snapshot forward.
+    collects this rank's changes; `move` writes them into the snapshot.
     """
     mesh = stored_model.mesh
     for bucket in planned:
@@ -89,13 +90,13 @@ def _received(
 
 
 def move(snapshot: Sequence[Tensor], changed: Sequence[Change]) -> None:
-    """Write what was sent into the snapshot."""
+    """Write the changes that were sent into the snapshot."""
     for part, change in zip(snapshot, changed, strict=True):
         part[change.places.long()] = change.values
 
 
 def index_dtype(num: int) -> torch.dtype:
-    """Return the dtype of indices of so many elements: int32 unless they are too many."""
+    """Return the dtype for indices of `num` elements: int32 if it is wide enough."""
     return torch.int32 if num <= torch.iinfo(torch.int32).max else torch.int64
 
 

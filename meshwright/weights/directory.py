@@ -5,8 +5,9 @@ Keys, layouts, dtypes and file names are those of the source. Exports that deriv
 tensors without an error: MTP weights that the module lacks (ms-swift#7848), a second head of a tied model
 (lmms-engine#157), float32 `A_log` written as bfloat16 (ms-swift#9412).
 
-The live model is only read. Casting parameters in place for the export changes the training that goes on (VeOmni#461);
-adding 1 to zero-centred norms and forgetting to subtract it shifts them at each export (Megatron-Bridge#1929).
+The live model is only read. Casting parameters in place for the export would change the training that continues
+(VeOmni#461); adding 1 to zero-centred norms and forgetting to subtract it would shift them at each export
+(Megatron-Bridge#1929).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Export:
     overwrite: bool = False
 
     def target(self) -> Target:
-        """Return the target with the names and bytes that will be written, for checks before anything is."""
+        """Return the target with the names and bytes to write, for checks before anything is written."""
         names = {CONFIG, *self.keymap.files, *self.small.names}
         if _has_index(self.keymap):
             names.add(INDEX)
@@ -72,10 +73,10 @@ class Export:
 
 
 def check_export(mesh: Mesh, export: Export) -> None:
-    """Check the target before anything is written: all ranks call it, rank 0 looks, all raise.
+    """Check the target before anything is written: all ranks call it, rank 0 checks, all raise.
 
-    Checks come before the first collective write because they are cheap and a failure after an hour of writing is not:
-    target, free space, the tokenizer files, and that files to copy from are unchanged.
+    The checks are cheap, but a failure after an hour of writing is not. They cover the target, free space, the
+    tokenizer files, and that the files to copy from are unchanged.
     """
 
     def check() -> None:
@@ -89,10 +90,10 @@ def check_export(mesh: Mesh, export: Export) -> None:
 
 
 def write_directory(stored_model: StoredModel, export: Export) -> None:
-    """Export the model. All ranks call it and write what they hold; rank 0 creates the directory and renames it into
+    """Export the model. All ranks call it and write their own shards; rank 0 creates the directory and renames it into
     place."""
     mesh = stored_model.mesh
-    # Scales first: they need collectives, and a failure among them leaves no directory behind.
+    # Compute scales first: they need collectives, and a failure in these then leaves no directory behind.
     with contextlib.ExitStack() as stack:
         scales = scales_for(stored_model, export.keymap)
         directory = _create_directory(mesh, export, stack)
@@ -146,7 +147,8 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
 
 
 def _write_actions(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
-    """Yield the writes of this rank one by one, so that a failure of one does not skip the collectives of the next."""
+    """Yield the writes of this rank one by one, so that a failed write does not skip the collectives of the next
+    one."""
 
     def write(piece: Piece, values: Tensor) -> None:
         files.write(piece, values)
@@ -182,7 +184,7 @@ def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
 def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
     """Yield the bytes of a carried tensor unchanged; dequantised if the export writes no scales."""
     assert keymap.source is not None
-    # Bytes as they are, unless the export is dequantised and the tensor is not.
+    # Copy the bytes unchanged, unless the export is dequantised and the tensor is not.
     if name not in keymap.source.scales or name in keymap.scales:
         yield from raw_bytes(keymap.source, name)
         return
@@ -237,8 +239,8 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 
 def check_constants(table: Table, source: Source) -> None:
-    """Refuse a source whose integer tensors are not those that its config implies: a hash of another vocabulary or
-    seed would read other rows of a table, and train on them without an error."""
+    """Refuse a source whose integer tensors are not those that its config implies: a hash for another vocabulary or
+    seed would read and train the wrong rows of a table without an error."""
     for key, expected in table.constants.items():
         if key in source.entries and (stored := raw_tensor(source, key).flatten().tolist()) != [*expected]:
             at = next((i for i, both in enumerate(zip(stored, expected, strict=False)) if both[0] != both[1]), -1)
@@ -256,7 +258,7 @@ def check_constants(table: Table, source: Source) -> None:
 def whole_values(source: Source, key: str) -> Tensor:
     """Return the values of a quantised tensor of the source, dequantised to float32.
 
-    Used for tensors outside of the model (carried, converted).
+    It serves tensors outside the model (carried, converted).
     """
     entry, whole = source.entries[key], Box.whole(source.entries[key].shape)
     with Reader(source) as reader:
@@ -281,7 +283,7 @@ def write_small(export: Export, folder: Path) -> None:
     if not _has_config(folder / CONFIG, export.config):
         (folder / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")
     if _has_index(keymap):
-        # Fields that the source's index has next to weight_map and total_size are kept.
+        # Keep the fields that the source's index has in addition to weight_map and total_size.
         index = dict(keymap.source.index or {}) if keymap.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
         index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
@@ -294,7 +296,7 @@ def _has_index(keymap: KeyMap) -> bool:
 
 
 def _has_config(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether a file holds this very config."""
+    """Return whether a file holds exactly this config."""
     try:
         return path.is_file() and read_json(path) == config
     except LoadError:
@@ -306,11 +308,11 @@ def _total(keymap: KeyMap) -> int:
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap: KeyMap) -> dict[str, Any]:
-    """Return the config of the export: the source's, with the requested dtype and the quantisation that is
-    written.
+    """Return the config of the export: the source's config with the requested dtype and the quantisation of the written
+    files.
 
-    Loaders trust it. A config that says float16 over bfloat16 tensors, or that names a quantisation that is gone,
-    breaks them (TorchSpec#39).
+    Loaders trust the config. A config that says float16 over bfloat16 tensors, or that names a quantisation that is
+    gone, breaks them (TorchSpec#39).
     """
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     if keymap.scales:
@@ -318,8 +320,8 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap
     if dtype is None:
         return config
     name = str(dtype).removeprefix("torch.")
-    # `torch_dtype` is the old name of `dtype`; a config with both would be ambiguous. Multimodal configs repeat it for
-    # the text model.
+    # `torch_dtype` is the old name of `dtype`; a config with both would be ambiguous. Multimodal configs repeat the
+    # dtype for the text model.
     out = {k: v for k, v in config.items() if k != "torch_dtype"}
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}

@@ -31,7 +31,7 @@ class Stamp:
     def change_to(self, now: Stamp) -> str:
         """Describe how another version differs from this one.
 
-        A tool may have touched the file without changing its content. For that case the text gives the `touch -d`
+        A tool may have touched the file without changing its content. For that case the text includes the `touch -d`
         command that restores the modification time to the nanosecond.
         """
         if now.inode != self.inode:
@@ -54,10 +54,10 @@ class Opened:
     stamp: Stamp
 
     def refuse_other_than(self, expected: Stamp, fix: str) -> None:
-        """Raise LoadError if this is not the `expected` version. The message ends with `fix`.
+        """Raise LoadError if the file is not the `expected` version. The message ends with `fix`.
 
-        The message names what differs and how to undo it. A `cp -r` without `-p`, or a `touch`, changes only the time.
-        It is refused too, since only reading the whole file would prove that its content is equal.
+        The message names the difference and how to undo it. A `cp -r` without `-p`, or a `touch`, changes only the
+        time. Such a file is refused too, since only reading all of it would prove that its content is equal.
         """
         if self.stamp != expected:
             raise LoadError(f"{self.path} has changed since it was first read: {expected.change_to(self.stamp)}; {fix}")
@@ -86,7 +86,7 @@ def open_file(path: Path) -> Opened:
     try:
         fd = os.open(
             path, os.O_RDONLY | os.O_NONBLOCK
-        )  # opening a named pipe would otherwise block until a writer comes
+        )  # opening a named pipe would otherwise block until a process opens it for writing
     except OSError as error:
         raise BrokenFile(
             f"{path} cannot be read: {error.strerror}; fetch it again, repair the link, or check its permissions"
@@ -100,7 +100,7 @@ def open_file(path: Path) -> Opened:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Opened]:
-    """Open a regular file for the time of a block."""
+    """Open a regular file; close it at the end of the block."""
     file = open_file(path)
     try:
         yield file

@@ -1,4 +1,4 @@
-"""Fill frozen matrices that are stored in 4 bits: with the codes and scales of their files, or quantised from values.
+"""Fill frozen matrices that are stored in 4 bits (QLoRA): with codes and scales of the files, or quantised from values.
 
 Rows are read and packed in parts, so that a rank needs a few MB on top of what it stores. Blocks run along whole rows
 of our matrices and tp cuts only between them, so a matrix has the same codes on every mesh.
@@ -57,8 +57,8 @@ def _quantised(reader: Reader, layout: Layout, piece: Piece, coding: Coding) -> 
 
 
 def matrices_of(reader: Reader, layout: Layout, param: Param, box: Box, coding: Coding) -> tuple[Tensor, Tensor]:
-    """Return for each row of a box the number of its matrix in the files, and what the scales of each matrix are
-    divided by, `[matrices, 1]`.
+    """Return for each row of a box the number of its matrix in the files, and for each matrix the divisor of its
+    scales, `[matrices, 1]`.
     """
     num_rows, divisors, num = len(param.rows), list[Tensor](), 0
     rows = torch.zeros(box.shape[:num_rows], dtype=torch.int64, device="cpu")
@@ -76,7 +76,7 @@ def matrices_of(reader: Reader, layout: Layout, param: Param, box: Box, coding: 
 
 
 def _boxes(layout: Layout, piece: Piece, tensor: Tensor) -> Iterator[tuple[Block, Box, Tensor]]:
-    """Yield what a piece has of each block, with that part of a tensor in the shape of the piece."""
+    """Yield the overlap of a piece with each block, and the same part of a tensor in the shape of the piece."""
     for box, view in piece.views(tensor):
         for block in layout.blocks:
             common = block.ours.meet(box)

@@ -1,7 +1,7 @@
-"""Frozen weights kept in 8 or 4 bits: codes in uint8, with their grid of scales (for LoRA or frozen parts).
+"""Keep frozen weights in 8 or 4 bits (LoRA, QLoRA, frozen parts): codes in uint8, with their grid of scales.
 
-Keeping codes takes a quarter or an eighth of float32. Compute, export and checkpoints want values; they are dequantised
-on demand, one parameter at a time.
+Codes take a quarter or an eighth of the memory of float32. Compute, export and checkpoints need values, which are
+dequantised on demand, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from .source import Source
 
 
 def grid_of(param: Param, box: Box, layout: Layout, reader: Reader, coding: Coding) -> Grid:
-    """Return the scales of a matrix: what tp and ep leave of a parameter, with all rows, because FSDP gathers all rows.
+    """Return the scales of a parameter after the cuts of tp and ep, for all rows, because FSDP gathers all rows.
 
     A stacked parameter (experts, fused gate and up) is made of several blocks, each with its own scales in the
     files. The grid stacks them and maps each row of the parameter to its row of scales.
 
     FSDP cuts rows anywhere, and after its all-gather the whole matrix is multiplied; so scales are kept for all rows,
-    while codes are sharded. Scales are 1/16384 of the elements. Those of 4 bits are 1/16 to 1/64, so they are in the
-    rows; what is kept for all rows is one number a matrix, by which NVFP4 divides them.
+    while codes are sharded. FP8 has one scale per 16384 elements. 4-bit formats have one per 16 to 64 elements, so
+    these are stored in the rows; for all rows the grid keeps only one number per matrix, by which NVFP4 divides its
+    scales.
     """
     num_rows = len(param.rows)
     if coding.scale is not None:
@@ -57,7 +58,7 @@ class Values(Mapping[str, Tensor]):
     """A mapping of stored tensors by parameter: live memory, or for frozen codes their dequantised values.
 
     `mw.export`, checkpoints and streaming read it like a dict of tensors and need not know which parameters are codes.
-    Only dequantised copies are made, one at a time.
+    It makes one dequantised copy at a time.
     """
 
     stored: Mapping[str, Tensor]
@@ -99,7 +100,7 @@ class Values(Mapping[str, Tensor]):
 
     @property
     def apart(self) -> tuple[dict[str, Tensor], Values]:
-        """Return the tensors that can be written into, and the frozen FP8 ones that cannot."""
+        """Return the writable tensors, and the frozen codes, which are read-only."""
         writable = {name: tensor for name, tensor in self.stored.items() if name not in self.grids}
         return writable, self.only(lambda name: name in self.grids)
 
@@ -126,10 +127,9 @@ class QuantisedView:
 def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) -> None:
     """Check that a source has the values of this rank's frozen weights that are stored as codes.
 
-    They cannot take other values, so loading a different checkpoint into the model must fail, not skip them.
+    These weights cannot take other values, so loading a different checkpoint must fail instead of skipping them.
 
-    Compared value by value after dequantising, so a checkpoint with other codes and scales but equal values is
-    accepted.
+    Values are compared after dequantising, so a checkpoint with other codes and scales but equal values is accepted.
     """
     total = sum(read.piece.numel for read in plan)
     label = f"compare what is frozen with {source.directory} on rank {rank}"
@@ -152,7 +152,7 @@ def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) 
 
 
 def _quantised_as(grid: Grid, values: Tensor) -> Tensor:
-    """Return values as loading quantises them to 4 bits."""
+    """Quantise values to 4 bits as loading does."""
     if grid.coding.scale is None:
         return values
     return grid.values(grid.coding.encode(values, grid.scales[grid.rows]), torch.float32)

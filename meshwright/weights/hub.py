@@ -1,7 +1,7 @@
 """Resolve a model id of the Hugging Face hub to a local directory: one process per node downloads, the others read its
 cache.
 
-A local directory is used as it is, without any communication.
+A local directory is used directly, without any communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..mesh import Mesh
 from .source import exists, path_of
 
 _SMALL_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
-# Folders, but those of sentence-transformers' modules: 1_Pooling, 2_Normalize.
+# All folders except those of sentence-transformers' modules: 1_Pooling, 2_Normalize.
 _IGNORED = ["[!0-9]*/*", "*/*/*"]
 _WEIGHT_PATTERNS = ("*.safetensors",)
 # Seconds that the hub may take to answer before the cache is used, with weights and without.
@@ -30,14 +30,15 @@ _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
     """Return the local directory of a source. `weights`: whether safetensors files are needed too.
 
-    Order: an existing directory, then an error for a file, then the form of a hub id. A typo in a path is reported as
-    that, unless it looks like `org/name`.
+    An existing directory comes first, then an error for a file, then the form of a hub id. A typo in a path is reported
+    as one, unless it looks like `org/name`.
     """
     if not isinstance(source, str | os.PathLike):
         raise LoadError(f"{source!r} is not a path; give a Hugging Face model directory, or a hub id (org/name)")
     path = path_of(source)
     if exists(path, Path.is_dir):
-        # Absolute and without links: the directory is read again at export, after a chdir or a change of the link.
+        # Make the path absolute and free of links: an export reads the directory again, maybe after a chdir or a change
+        # of the link.
         return path.resolve()
     if exists(path, Path.is_file):
         raise LoadError(f"{path} is a file; give the directory that holds it")
@@ -53,12 +54,12 @@ def is_hub_id(source: str) -> bool:
 
 
 def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
-    """Download on the first rank of each machine, then on the others, which find everything in the cache.
+    """Download on the first rank of each machine, then on its other ranks, which find everything in the cache.
 
     All ranks learn of a failure, so none waits for files that will not come.
     """
     first, fetch = mesh.rank == mesh.node[0], functools.partial(download, hub_id, weights)
-    # Two rounds: the first rank downloads, then the others call the same function and hit the cache.
+    # Two rounds: the first rank downloads, then the other ranks call the same function and hit the cache.
     paths = [
         mesh.together(fetch if is_turn else Path, f"the download of {hub_id}", LoadError, "nothing was loaded")
         for is_turn in (first, not first)
@@ -67,10 +68,10 @@ def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
 
 
 def download(hub_id: str, weights: bool) -> Path:
-    """Download with huggingface_hub, in this process alone.
+    """Download with huggingface_hub, in this process only.
 
-    Weights are large and change rarely. So the hub gets 10 seconds to answer whether there is a newer revision; then
-    the cache is used.
+    Weights are large and change rarely. So the hub has 10 seconds to answer whether there is a newer revision; after
+    that the cache is used.
     """
     patterns = [*_SMALL_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:

@@ -1,8 +1,8 @@
-"""The key map: which keys, dtypes, layouts and files spell a model's parameters. Recorded at load, used for export.
+"""The key map: keys, dtypes, layouts and files of a model's parameters. It is recorded at load, and used for export.
 
 Export follows what was read, not the model class. Qwen checkpoints of one architecture differ: experts per expert or
 fused, tied heads stored or not (torchtune#2669), float32 `A_log` next to bfloat16 matrices (ms-swift#9412), MTP experts
-fused in one family and apart in the next (NeMo-Automodel#2595). Inference engines expect the key names of the hub
+fused in one family and separate in the next (NeMo-Automodel#2595). Inference engines expect the key names of the hub
 (verl#6896).
 """
 
@@ -27,7 +27,7 @@ from .reader import Choice, carried_keys, chosen
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .source import Source
 
-ADAPTERS = "adapters.safetensors"  # the file of adapters, whose keys no reader of the base expects in its files
+ADAPTERS = "adapters.safetensors"  # a separate file: readers of the base expect no adapter keys
 _MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=60_011)
 
 
@@ -37,7 +37,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 class Key(NamedTuple):
-    """One tensor of an export. A tuple: 235B has 37,000 of them, in four state sets."""
+    """One tensor of an export. A tuple, because Qwen3-235B has 37,000 keys, in four state sets."""
 
     name: str
     dtype: str
@@ -65,7 +65,7 @@ class KeyMap:
 
     Example: for experts that the source has as one tensor, `choice["experts"] == "fused"`, and `keys` has
     `...experts.gate_up_proj [E, 2F, D]`; for a source with a key for each expert and projection the same parameters
-    have E x 3 keys. The model and its shards do not differ.
+    have E x 3 keys. The model and its shards are the same in both cases.
     """
 
     choice: Choice
@@ -76,7 +76,7 @@ class KeyMap:
     source: Source | None = None  # None for new weights
     scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written in FP8
     quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config of the export
-    used: torch.dtype = torch.float32  # the dtype in which matmuls see a weight, and from which it is quantised
+    used: torch.dtype = torch.float32  # the dtype of weights in matmuls, from which they are quantised
 
     @property
     def files(self) -> list[str]:
@@ -85,7 +85,7 @@ class KeyMap:
 
     @functools.cached_property
     def headers(self) -> dict[str, FileHeader]:
-        """Return the header of each file. Cached: those of 37,000 keys take a good part of a second."""
+        """Return the header of each file. Cached, because 37,000 keys take a large part of a second."""
         by_file: dict[str, list[Key]] = {}
         for key in self.keys.values():
             by_file.setdefault(key.file, []).append(key)
@@ -97,8 +97,8 @@ class KeyMap:
         return {key: start for header in self.headers.values() for key, start in header.starts.items()}
 
     def file_dtype(self, param: Param) -> torch.dtype:
-        """Return the narrowest dtype that holds a parameter's values as the files have them. A code times its scale
-        needs float32.
+        """Return the narrowest dtype that holds a parameter's values in the files. A code times its scale needs
+        float32.
 
         Parameters are sent between ranks in this dtype, and compared with the stored dtype to decide whether an export
         or a state set would round.
@@ -109,11 +109,11 @@ class KeyMap:
         )
 
     def coding(self, param: Param) -> Coding | None:
-        """Return how a frozen parameter is stored as its files have it: whole rows of matrices in 8 or 4 bits that are
-        not transposed. None if its values are stored.
+        """Return the coding in which a frozen parameter stays as in its files: whole rows of matrices in 8 or 4 bits
+        that are not transposed. None if its values are stored.
         """
         source, blocks = self.source, chosen(param, self.choice).blocks
-        # `low`: a matmul uses it, so codes have a meaning for it. Embeddings are looked up and norms are vectors.
+        # `low`: a matmul uses the parameter, so it can stay in codes. Embeddings are looked up and norms are vectors.
         if source is None or not param.low or param.matrix[1] == 1:
             return None
         scales = [source.scales.get(block.key) for block in blocks]
@@ -123,7 +123,7 @@ class KeyMap:
         return codings.pop()
 
     def only_read(self, param: Param) -> tuple[str, str] | None:
-        """Return a key of a parameter in a format that is only read (4 bits, MX), and the format; None if it can be
+        """Return a key of a parameter in a read-only format (4 bits, MX), and the format; None if the parameter can be
         trained."""
         scales = self.source.scales if self.source is not None else {}
         read_only = [(key, scales[key].form) for key in chosen(param, self.choice).keys if key in scales]
@@ -133,11 +133,11 @@ class KeyMap:
         """Return the key map with another dtype for trained keys. Keys in `exact` (float32 parameters) are widened,
         never rounded.
 
-        Promotion, not replacement, for exact keys: `dtype=bfloat16` leaves float32 `A_log` in float32, `dtype=float64`
+        Exact keys are promoted, not replaced: `dtype=bfloat16` leaves float32 `A_log` in float32, `dtype=float64`
         widens it.
         """
-        # `dtype=` of an export is a promise about what a reader gets. Two kinds of keys are exempt: carried ones, which
-        # have the source's bytes, and float32 parameters (`A_log`, router bias), which only ever get wider.
+        # `dtype=` of an export promises a reader this dtype. Two kinds of keys are exempt: carried keys, which keep the
+        # source's bytes, and float32 parameters (`A_log`, router bias), which only ever get wider.
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
@@ -155,8 +155,8 @@ class KeyMap:
         """Return the key map in the dtypes of the source, FP8 scales included."""
         if self.source is None or not self.source.scales:
             return self
-        # The files get back what they had: quantised keys with their scales, in the order of the source's files. Packed
-        # 4-bit matrices have no key of their own there, only their codes.
+        # Restore quantised keys with their scales, in the order of the source's files. Packed 4-bit matrices have no
+        # key of their own there, only their codes.
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
         key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.companion_keys)}
         key_names -= {key for key, scale in scales.items() if scale.packed}
@@ -203,12 +203,12 @@ class KeyMap:
         return replace(self, keys=keys, scales=scales, quantization=config_of(list(dict.fromkeys(not_converted))))
 
     def of_adapters(self) -> KeyMap:
-        """Return the key map of the adapters alone."""
+        """Return the key map of only the adapters."""
         keys = {k.name: k for k in self.keys.values() if k.file == ADAPTERS}
         return replace(self, keys=keys, carried=frozenset(), scales={}, quantization={})
 
     def of_base(self) -> KeyMap:
-        """Return the key map of everything but adapters."""
+        """Return the key map of everything except adapters."""
         if all(key.file != ADAPTERS for key in self.keys.values()):
             return self
         return replace(self, keys={k.name: k for k in self.keys.values() if k.file != ADAPTERS})
@@ -238,19 +238,19 @@ def keys_of(source: Source) -> dict[str, Key]:
 
 
 def _value_keys(source: Source, dtype: torch.dtype) -> dict[str, Key]:
-    """Return the keys of a source as they are when dequantised: without scales, matrices in `dtype`."""
+    """Return the keys of a source after dequantising: without scales, with matrices in `dtype`."""
     companions = {key for scale in source.scales.values() for key in scale.companion_keys}
     keys = {name: key for name, key in keys_of(source).items() if name not in companions}
     return {name: key._replace(dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
 
 
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str], dtype: torch.dtype) -> KeyMap:
-    """Return the key map of a loaded model: as the source has it, in `dtype` where that is quantised. New parameters go
-    to the file of the last key."""
+    """Return the key map of a loaded model: that of the source, with `dtype` for quantised keys. New parameters go to
+    the file of the last key."""
     keys = _value_keys(source, dtype)
     carried = [key for key in carried_keys(table, source, choice) if key in keys]
-    # A fresh value head gets the dtype of the last tensor of the files, usually bfloat16, unless that is quantised or
-    # an integer.
+    # A fresh value head gets the dtype of the last tensor of the files, usually bfloat16, unless that tensor is
+    # quantised or integer.
     last_key = list(keys.values())[-1]
     last_dtype = last_key.dtype if last_key.dtype in ("F32", "F16", "BF16") else "F32"
     for name in fresh:
@@ -265,8 +265,8 @@ def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]
 
 
 def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> KeyMap:
-    """Return the key map of new weights: in `dtype` except float32 parameters, in the layouts of `choice` or the first
-    of each group.
+    """Return the key map of new weights: in `dtype` except for float32 parameters, in the layouts of `choice` or else
+    the first layout of each group.
     """
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
     # Several parameters may share a key (q, k, v of a fused tensor); each key is counted once.

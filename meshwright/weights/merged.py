@@ -1,4 +1,4 @@
-"""Weights with their adapters merged, `W + scale * B @ A`, made one parameter at a time as they are written or sent."""
+"""Merge LoRA adapters, `W + scale * B @ A`, one parameter at a time as weights are written or sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .frozen_scales import QuantisedView, Values
 @dataclass(frozen=True)
 class Delta:
     """The addition of an adapter to a parameter: `scale * B_g @ A_g` per group of rows (a half of gate and up, or an
-    expert). Both factors are whole: `a` is `[groups, rank, columns]`, `b` `[rows, rank]`.
+    expert). Both factors are unsharded: `a` is `[groups, rank, columns]`, `b` `[rows, rank]`.
     """
 
     a: Tensor
@@ -23,8 +23,8 @@ class Delta:
     scale: float
 
     def of(self, piece: Piece) -> Tensor:
-        """Return the part of a piece, in the dtype of the factors. Only the contraction over the rank is needed, so any
-        rows and columns can be had from the same rows of B and columns of A.
+        """Return the part of a piece, in the dtype of the factors. The product contracts only over the rank, so any
+        rows and columns need just the same rows of B and columns of A.
         """
         rows = piece.row_numbers(self.b.device)
         columns = slice(piece.first_col, piece.first_col + piece.shape[1])
@@ -37,13 +37,14 @@ class Delta:
 
 @dataclass(frozen=True, eq=False)
 class MergedValues(Values):
-    """A mapping like `Values`, with adapters merged. Nothing that is stored changes: un-merging would not be exact."""
+    """A mapping like `Values`, with adapters merged. Stored weights do not change, because un-merging would not be
+    exact."""
 
     deltas: Mapping[str, Delta] = field(default_factory=dict)
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     _last: dict[str, Tensor] = field(
         default_factory=dict
-    )  # experts have hundreds of keys, which ask one after the other
+    )  # cached: experts have hundreds of keys, which request it one after the other
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._last:
@@ -51,7 +52,7 @@ class MergedValues(Values):
         value = super().__getitem__(name)
         if name not in self.deltas or not value.numel():
             return value
-        # Added in at least float32 and never rounded in memory: the writer rounds once, to the dtype of the file.
+        # Add in at least float32 and do not round in memory: the writer rounds once, to the dtype of the file.
         delta = self.deltas[name].of(self.pieces[name])
         merged = value.to(torch.promote_types(value.dtype, delta.dtype)) + delta.to(value.device)
         self._last.clear()

@@ -1,10 +1,10 @@
 """Write a directory atomically: fill a hidden sibling, fsync, rename into place; and refuse targets that must not be
 lost.
 
-A killed export must never look like a model, and `overwrite=True` must never delete somebody's notes. So a target is
-replaced only if it is a model directory and holds nothing but names that the export writes.
+A killed export must never look like a model, and `overwrite=True` must never delete a user's own files. So a target is
+replaced only if it is a model directory and holds only names that the export writes.
 
-The steps of an export, and what a kill at each leaves:
+The steps of an export, and what a kill at each step leaves behind:
 
   mkdir .out.unfinished-1a2b3c4d      a hidden directory, ignored by every loader
   write files, fsync each             the same
@@ -31,22 +31,23 @@ _ONE_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Target:
-    """A directory to write. `names`: of all files that will be written. `source`: where the model was loaded from."""
+    """A directory to write. `names`: the names of all files that will be written. `source`: where the model was loaded
+    from."""
 
     directory: Path
     num_bytes: int
     names: frozenset[str]
     source: Path
     overwrite: bool = False
-    config: str = CONFIG  # the file by which such a directory is known, before it is replaced
+    config: str = CONFIG  # the file that must be in a directory that is replaced
 
     @property
     def path(self) -> Path:
-        return self.directory.resolve()  # a link stays, and what it points to is filled
+        return self.directory.resolve()  # a link stays, and its target is filled
 
 
 def check_target(target: Target) -> None:
-    """Refuse a target that cannot or must not be written, before anything is."""
+    """Refuse a target that cannot or must not be written, before anything is written."""
     path = target.path
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} exists and is not a directory; choose another name")
@@ -54,7 +55,7 @@ def check_target(target: Target) -> None:
         raise FileExistsError(f"{path} exists and is not empty; choose another, remove it, or give overwrite=True")
     if _has_files(path):
         _refuse_to_replace(path, target)
-    # A process whose working directory is renamed away keeps running in a directory without a name.
+    # A process whose working directory is renamed away would keep running in a directory without a name.
     if path in (Path.cwd(), *Path.cwd().parents):
         raise FileExistsError(f"the working directory {Path.cwd()} would be replaced; choose another directory")
     if path.is_mount():
@@ -71,7 +72,7 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
     """Refuse to replace anything but a model directory that holds no other names, and never the source of the model.
 
     `overwrite=True` means "replace my earlier export". Files that this export does not write (logs, an optimizer state,
-    a README) are named in the error instead of being deleted with the directory.
+    a README) are named in the error, not deleted with the directory.
     """
     if target.source.exists() and path.samefile(target.source):
         raise FileExistsError(f"the model was loaded from {path}, and its files are read again; choose another")
@@ -94,9 +95,9 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
 
 
 def check_writable(path: Path, num_bytes: int) -> None:
-    """Refuse a place below a file, without permission or without room.
+    """Refuse a path below a file, without permission or without space.
 
-    A check, not a reservation: another job may fill the disk meanwhile, and then the write fails.
+    This check reserves nothing: another job may fill the disk meanwhile, and then the write fails.
     """
     parent = next(p for p in path.parents if p.exists())
     if not parent.is_dir():
@@ -135,7 +136,7 @@ def atomic_directory(target: Target) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     try:
-        check_target(replace(target, num_bytes=0))  # again: the export took time, and others use the disk
+        check_target(replace(target, num_bytes=0))  # again: the export took time, and other jobs use the disk
         _swap(draft, path, path.with_name(f".{path.name}.replaced-{suffix}"))
     except OSError as error:
         raise OSError(f"{error}; the finished export is in {draft}: rename it, or remove it") from error

@@ -1,7 +1,8 @@
-"""PEFT's adapter directories: `adapter_config.json` and `adapter_model.safetensors`, read into Meshwright's factors and
-written from them.
+"""Read and write PEFT's adapter directories (`adapter_config.json`, `adapter_model.safetensors`), from and to
+Meshwright's factors.
 
-The factors of linear layers are the same tensors under the same keys. Those of routed experts have two spellings:
+The factors of linear layers are the same tensors under the same keys. The factors of routed experts come in two
+layouts:
 
   fused        one A `[E r, in]` and one B `[out, r E]` for all experts of a layer: rows of A are expert-major, columns
                of B rank-major (column `i E + e`). Up to peft 0.19.0, `in` and `out` were exchanged.
@@ -33,10 +34,10 @@ from .source import CONFIG
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_FUSED = (".experts", ".experts.base_layer")  # what PEFT calls the modules of fused experts
+_FUSED = (".experts", ".experts.base_layer")  # PEFT's names of the modules of fused experts
 _EXPERTS = r".*\.experts(\..*)?"  # PEFT's pattern for the ranks of experts
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_SWAPPED_UNTIL = (0, 19, 0)  # the last peft that took `[E, out, in]` for `[E, in, out]`
+_SWAPPED_UNTIL = (0, 19, 0)  # the last peft version that mistook `[E, out, in]` for `[E, in, out]`
 
 # Fields of adapter_config.json that change the numbers, with the values that Meshwright computes.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -46,13 +47,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,), "use_bdlora": (None, False), "arrow_config": (None,),
     "ensure_weight_tying": (False, None),
-    # PiSSA, OLoRA, CorDA and LoftQ change the base when they begin; added to the plain base, B A means nothing.
+    # PiSSA, OLoRA, CorDA and LoftQ change the base weights at the start, so their B A does not fit the original base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
 }  # fmt: skip
 
 
 def check_has_base(directory: Path) -> None:
-    """Refuse a directory with adapters alone, as a model: a checkpoint of a run with LoRA, or PEFT's files."""
+    """Refuse to load a directory with only adapters as a model: a checkpoint of a run with LoRA, or PEFT's files."""
     of_run, is_peft = (directory / ADAPTERS).is_file(), (directory / CONFIG_FILE).is_file()
     if not of_run and (not is_peft or (directory / CONFIG).is_file()):
         return
@@ -76,7 +77,7 @@ class AdapterFiles:
 
     @property
     def swapped(self) -> bool | None:
-        """Return whether fused experts have `in` and `out` exchanged; None where the version is not stated."""
+        """Return whether fused experts have `in` and `out` exchanged; None if the version is unknown."""
         version = self.config.get("peft_version")
         if not isinstance(version, str):
             return None
@@ -85,7 +86,7 @@ class AdapterFiles:
 
 
 def open_adapter(directory: str | Path) -> AdapterFiles:
-    """Read the config and the header of an adapter. Refuse what changes its numbers and is not supported."""
+    """Read the config and the header of an adapter. Refuse unsupported options that would change its result."""
     path = Path(directory)
     try:
         config = json.loads((path / CONFIG_FILE).read_text("utf-8"))
@@ -95,7 +96,7 @@ def open_adapter(directory: str | Path) -> AdapterFiles:
         raise LoadError(
             f"{path} is not a PEFT adapter that can be read ({CONFIG_FILE} and {WEIGHTS_FILE}): {error}"
         ) from error
-    except Exception as error:  # safetensors' own error has no other base
+    except Exception as error:  # safetensors' own error derives directly from Exception
         raise LoadError(f"{path / WEIGHTS_FILE} cannot be read: {error}; fetch it again") from error
     if not isinstance(config, dict):
         raise LoadError(f"{path / CONFIG_FILE} is not an object; fetch it again")
@@ -120,7 +121,7 @@ def base_of(directory: str | Path) -> str:
 
 
 def recipe_of(lora: Lora) -> Lora:
-    """Return the options of the adapter in `lora.path`. Refuse those that the caller gave and the files contradict."""
+    """Return the options of the adapter in `lora.path`. Refuse options of the caller that contradict the files."""
     if lora.path is None:
         return lora
     files = open_adapter(lora.path)
@@ -131,7 +132,7 @@ def recipe_of(lora: Lora) -> Lora:
     )  # fmt: skip
     for name in ("rank", "alpha", "expert_rank", "rslora", "targets"):
         given, read = vars(lora)[name], vars(stated)[name]
-        if name in ("alpha", "rslora") and math.isclose(lora.scale, stated.scale):  # our files say rsLoRA by alpha
+        if name in ("alpha", "rslora") and math.isclose(lora.scale, stated.scale):  # our files put rsLoRA into alpha
             continue
         if given not in (vars(usual)[name], read):
             raise LoadError(
@@ -141,8 +142,8 @@ def recipe_of(lora: Lora) -> Lora:
 
 
 def _targets(files: AdapterFiles) -> tuple[str, ...]:
-    """Return the modules that the tensors belong to, as targets. Fused experts do not say which matrix: the config
-    does.
+    """Return the modules that the tensors belong to, as targets. For fused experts, only the config says which matrix
+    it is.
     """
     modules = dict.fromkeys(key.partition(".lora_")[0] for key in files.shapes)
     targets = [_EXPERT.sub(".experts.", module) for module in modules if not module.endswith(_FUSED)]
@@ -150,7 +151,7 @@ def _targets(files: AdapterFiles) -> tuple[str, ...]:
 
 
 def _expert_rank(files: AdapterFiles) -> int | None:
-    """Return the rank of the adapters of experts, where it is another one. Other ranks by pattern are refused."""
+    """Return the rank of the adapters of experts, if it differs. Refuse any other rank by pattern."""
     config, rank = files.config, files.config.get("r", 8)
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     of_experts, alpha = set(ranks.values()), config.get("lora_alpha", 8)
@@ -177,7 +178,7 @@ class Pair(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """Return the number of experts that the factors are stacked for; 0 for a linear layer."""
+        """Return the number of stacked experts; 0 for a linear layer."""
         return self.a.rows.get("expert", 0)
 
     @property
@@ -188,7 +189,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(params: Iterable[Param]) -> list[Pair]:
-    """Pair the factors of each adapter. Those of joined matrices (gate and up) count as one."""
+    """Pair the factors of each adapter. Joined matrices (gate and up) have one pair."""
     by_base: dict[str, dict[str, Param]] = {}
     for param in params:
         base, _, factor = param.name.rpartition(".")
@@ -202,7 +203,7 @@ def pairs_of(params: Iterable[Param]) -> list[Pair]:
 def read_factors(files: AdapterFiles, params: Iterable[Param]) -> Iterator[tuple[Param, Tensor]]:
     """Yield each factor of a model with its whole tensor, read from an adapter.
 
-    Refuse keys that are missing or too many: an adapter that is read in part would answer, but as another model.
+    Refuse missing or extra keys: a model with part of an adapter would run, but as a different model.
     """
     used = set[str]()
 
@@ -230,7 +231,7 @@ def read_factors(files: AdapterFiles, params: Iterable[Param]) -> Iterator[tuple
 
 
 def fill_factors(path: str, table: Iterable[Param], pieces: Mapping[str, Piece], stored: Mapping[str, Tensor]) -> None:
-    """Fill the factors of this rank from a PEFT directory: whole factors are read one by one, and its part is kept."""
+    """Fill the factors of this rank from a PEFT directory: read whole factors one by one, and keep this rank's part."""
     with torch.no_grad():
         for param, whole in read_factors(open_adapter(path), [param for param in table if param.adapter]):
             if param.name in pieces:
@@ -239,7 +240,7 @@ def fill_factors(path: str, table: Iterable[Param], pieces: Mapping[str, Piece],
 
 
 def checksum(lora: Lora) -> str:
-    """Return a checksum of the PEFT files, for the comparison between ranks; empty without any."""
+    """Return a checksum of the PEFT files, for the comparison between ranks; "" without files."""
     return "" if lora.path is None else f" ({zlib.crc32((Path(lora.path) / WEIGHTS_FILE).read_bytes()):08x})"
 
 
@@ -259,7 +260,7 @@ def _read_linear(pair: Pair, take: Take) -> tuple[Tensor, Tensor]:
 
 
 def _read_experts(files: AdapterFiles, pair: Pair, take: Take) -> tuple[Tensor, Tensor]:
-    """Read the factors of all experts: from one tensor, or from one for each expert."""
+    """Read the factors of all experts: from one tensor, or from one tensor per expert."""
     at = pair.module.rpartition(".")[0]
     one_by_one = any(key.startswith(f"{at}.0.") for key in files.shapes)
     a, b = _read_each(files, pair, at, take) if one_by_one else _read_fused(files, pair, at, take)
@@ -267,7 +268,7 @@ def _read_experts(files: AdapterFiles, pair: Pair, take: Take) -> tuple[Tensor, 
 
 
 def _read_fused(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[Tensor, Tensor]:
-    """Read `[E r, in]` and `[out, r E]`, or what peft up to 0.19.0 made of them.
+    """Read `[E r, in]` and `[out, r E]`, or the exchanged form of peft up to 0.19.0.
 
     PEFT wraps one parameter around another, so the name does not say which matrix an adapter belongs to (`base_layer`
     is whichever was wrapped first). The shapes do.
@@ -291,7 +292,7 @@ def _read_fused(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[T
         )  # fmt: skip
     ((name, swapped),) = fitting
     a, b = (take(f"{name}.lora_{factor}.weight", shape) for factor, shape in zip("AB", shapes[swapped], strict=True))
-    if swapped:  # the transpose of B A is A.T B.T, so the factors change places
+    if swapped:  # the transpose of B A is A.T B.T, so the factors swap
         return b.view(width, rank, num).permute(2, 1, 0), a.view(num, rank, height).transpose(1, 2)
     return a.view(num, rank, width), b.view(height, rank, num).permute(2, 0, 1)
 
@@ -315,7 +316,7 @@ def _read_each(files: AdapterFiles, pair: Pair, at: str, take: Take) -> tuple[Te
 
 
 def _halves(pair: Pair) -> tuple[str, ...]:
-    """Return the matrices of an expert that a stack holds, as they are called one by one."""
+    """Return the per-expert names of the matrices that a stack holds."""
     name = pair.module.rpartition(".")[2]
     return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
 
@@ -348,16 +349,17 @@ def config_of(
 ) -> dict[str, Any]:
     """Return adapter_config.json, with the names of the modules that have adapters.
 
-    `saved`: modules that are trained whole and stand in the file (`modules_to_save`). `plain`: those without adapters.
+    `saved`: modules that are trained as a whole and are in the file (`modules_to_save`). `plain`: modules without
+    adapters.
     """
     linear = [module for pair in pairs if not pair.experts for module in _modules(pair)]
     stacks = [pair.module for pair in pairs if pair.experts]
     if layout == "per-expert":
         linear += _expert_targets(pairs, plain)
     expert_rank = lora.expert_rank if stacks and lora.expert_rank not in (None, lora.rank) else None
-    # SGLang ignores use_rslora, and peft 0.21 scales experts that it fuses as if there was none: alpha says it instead.
+    # SGLang ignores use_rslora, and so does peft 0.21 for experts that it fuses. So alpha contains the factor instead.
     alpha = lora.alpha * lora.rank**0.5 if lora.rslora else lora.alpha
-    experts_alpha = alpha if expert_rank is None else alpha * (expert_rank / lora.rank)  # so that the scale is one
+    experts_alpha = alpha if expert_rank is None else alpha * (expert_rank / lora.rank)  # so that all have one scale
     return {
         "peft_type": "LORA", "task_type": None if saved else "CAUSAL_LM", "base_model_name_or_path": base,
         "peft_version": "0.21.2", "inference_mode": True, "r": lora.rank, "lora_alpha": alpha,

@@ -5,9 +5,9 @@
 as in DeepSeek-V3 (arXiv:2412.19437, section 3.3) and the FP8 checkpoints of Qwen. E4M3 has 3 bits of mantissa and 448
 as its largest value; a scale per block keeps an outlier from flushing the whole matrix to zero.
 
-Weights that are trained are never state in FP8: they are dequantised at load and quantised at export, so no scale can
-go stale. config.json gives the block size. It does not follow from the shape of the scales: 192 rows in two blocks are
-128 + 64, not 96 + 96.
+Trained weights are never stored in FP8: they are dequantised at load and quantised at export, so no scale can go stale.
+config.json gives the block size. It does not follow from the shape of the scales: 192 rows in two blocks are 128 + 64,
+not 96 + 96.
 
 NVFP4, MXFP4 and MXFP8 (arXiv:2310.10537) cannot be trained. An export copies them unchanged. In memory the first two
 stay in 4 bits (ops/codings.py).
@@ -38,13 +38,13 @@ from .safetensors_header import DTYPES, Entry
 FP8 = torch.float8_e4m3fn
 BYTES = torch.uint8  # the dtype of codes in memory: FSDP's mixed precision would cast a floating-point dtype
 PAYLOAD = "F8_E4M3"
-PACKED = "F4"  # 4-bit codes, two in a byte: files store them as U8, under another key
+PACKED = "F4"  # 4-bit codes, two in a byte: files store them as U8, under a different key
 BLOCK = (128, 128)  # of weights that are exported in FP8: the block of DeepSeek-V3 and Qwen
 LARGEST = torch.finfo(FP8).max
 _FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # E8M0 holds powers of two; some files call it U8
 _WHOLE = 1 << 62  # the block size of a dim that has one block
 ONE_BLOCK = (_WHOLE, _WHOLE)
-_PART = re.compile(r"(.*)\.shard_\d+\.weight")  # a part of a table (Qwen4-Exp): all of them have one scale
+_PART = re.compile(r"(.*)\.shard_\d+\.weight")  # a part of a table (Qwen4-Exp): all parts share one scale
 _SUFFIX = "_packed"  # ends the key of packed codes, which replaces the matrix's own key
 _NIBBLES = torch.arange(16, dtype=torch.uint8, device="cpu")
 # A table from a byte to its two codes, each in a byte of its own. The low nibble comes first.
@@ -66,7 +66,7 @@ class Scale:
 
     @property
     def coding(self) -> Coding | None:
-        """Return how the matrix can be stored as its files have it; None if its values have to be stored."""
+        """Return the coding in which the matrix can stay as in its files; None if its values have to be stored."""
         return FOUR_BITS.get(self.form.lower()) if self.form else FP8_CODING
 
     @property
@@ -76,7 +76,7 @@ class Scale:
 
     @property
     def as_one(self) -> Scale:
-        """Return the same with one block for the whole matrix."""
+        """Return the scale with one block for the whole matrix."""
         return replace(self, block=ONE_BLOCK)
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -99,12 +99,11 @@ class Format:
     states: Mapping[str, State] = field(default_factory=dict, compare=False)  # of matrices in NF4, by their keys
 
     def has(self, key: str, entries: Mapping[str, Entry]) -> bool:
-        """Return whether a key is stored in this format; codes that are stored otherwise mean something else."""
+        """Return whether a key is stored in this format; codes that are stored in another way have another meaning."""
         return key in self.states or not self.packed or key + _SUFFIX in entries
 
     def scale(self, key: str, entries: Mapping[str, Entry]) -> Scale:
-        """Return where the scales of a matrix are. Static scales of activations (`X.input_global_scale`) are carried
-        along."""
+        """Return the `Scale` of a matrix. Static scales of activations (`X.input_global_scale`) are carried along."""
         if (state := self.states.get(key)) is not None:
             nested = tuple(key + end for end in bitsandbytes.NESTED) if state.nested else ()
             others = bitsandbytes.companions(key, state, entries)
@@ -119,7 +118,7 @@ class Format:
         )  # fmt: skip
 
 
-# compressed-tensors formats in groups: bits, strategy and group size that go with each, and how it is stored.
+# compressed-tensors formats in groups: the bits, strategy and group size of each, and how it is stored.
 _GROUPS = {
     "mxfp8-quantized": (8, "group", 32, Format("_scale", (1, 32), _POWERS, "MXFP8")),
     "mxfp4-pack-quantized": (4, "group", 32, Format("_scale", (1, 32), _POWERS, "MXFP4", packed=True)),
@@ -132,7 +131,7 @@ _GROUPS = {
 def states_of(
     config: Mapping[str, Any], entries: Mapping[str, Entry], read: Callable[[Entry], bytes]
 ) -> dict[str, State]:
-    """Return what files in NF4 say of each matrix, which no header says."""
+    """Return the states of NF4 matrices, which headers do not contain."""
     quantization = config.get("quantization_config")
     is_nf4 = quantization is not None and _format_of(quantization).name == bitsandbytes.FORM
     return bitsandbytes.states_of(entries, read) if is_nf4 else {}
@@ -142,7 +141,7 @@ def with_matrices(
     config: Mapping[str, Any], entries: Mapping[str, Entry], states: Mapping[str, State] = MappingProxyType({})
 ) -> Mapping[str, Entry]:
     """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have; in NF4 it replaces
-    that of its codes.
+    the entry of its codes.
 
     The rest of the package then sees a matrix with a key, a shape and scales, as for any other format.
     """
@@ -173,12 +172,12 @@ def as_in_file(entry: Entry) -> Entry:
 def scales_of(
     config: Mapping[str, Any], entries: Mapping[str, Entry], states: Mapping[str, State] = MappingProxyType({})
 ) -> dict[str, Scale]:
-    """Return the scales of each quantised matrix, and refuse what cannot be read by its name.
+    """Return the scales of each quantised matrix. Refuse matrices that cannot be read, by name.
 
     Without a quantization_config there are none, and FP8 tensors can only be carried.
 
     Every FP8 tensor must have scales in the format that config.json names. A tensor without scales, or with scales of
-    another shape, would be read as values that are wrong by factors of hundreds.
+    another shape, would be read as values that are off by factors of hundreds.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -222,7 +221,8 @@ def _format_of(quantization: Any) -> Format:
     """Return the format that a quantization_config describes, or raise LoadError for one that is not supported.
 
     Supported: `fp8` (DeepSeek, Qwen) with dynamic activation scales, and compressed-tensors (vLLM's llm-compressor) in
-    floating point. Integer formats such as GPTQ and AWQ are not: they need a zero point and an order of columns.
+    floating point. Integer formats such as GPTQ and AWQ are not supported: they need a zero point and an order of
+    columns.
     """
     if not isinstance(quantization, Mapping):
         raise LoadError(f"config.json: quantization_config is {quantization!r:.200}, not an object of fields")
@@ -257,7 +257,7 @@ def _block(sizes_given: Any, name: str) -> tuple[int, int]:
 
 
 def _compressed(quantization: Mapping[str, Any]) -> Format:
-    """Return the format of a compressed-tensors config, which must use the same for all groups."""
+    """Return the format of a compressed-tensors config, which must use the same format for all groups."""
     groups = quantization.get("config_groups")
     group_values = groups.values() if isinstance(groups, Mapping) else []
     group_configs = [group if isinstance(group, Mapping) else {} for group in group_values]
@@ -344,8 +344,8 @@ def scales_to_float(scales: Tensor) -> Tensor:
 
 
 def scales_to_stored(scales: Tensor, dtype: str) -> Tensor:
-    """Round scales to the dtype of a file: to nearest, but up for powers of two, and for F16 where it would lose over
-    1%.
+    """Round scales to the dtype of a file: to nearest, but up for powers of two, and up for F16 where nearest would
+    lose over 1%.
 
     A scale that is rounded down makes the largest value of its block exceed 448 and saturate; rounded up it costs at
     most some resolution.
@@ -409,7 +409,7 @@ class Places:
         return replace(self, rows=self.rows - row)
 
     def take(self, scales: Tensor) -> Tensor:
-        """Return the scale of each element. Two `index_select` take a tenth of the time of one gather by both
+        """Return the scale of each element. Two calls of `index_select` take a tenth of the time of one gather by both
         indices."""
         # `scales[rows, columns]` with broadcast index tensors is one gather for each element. Rows and columns repeat,
         # so selecting rows and then columns moves whole cache lines.
@@ -427,7 +427,7 @@ class Places:
 
 
 def unpacked(packed: Tensor, *, high_first: bool = False) -> Tensor:
-    """Unpack bytes of two 4-bit codes each to one code a byte."""
+    """Unpack bytes of two 4-bit codes into one code per byte."""
     packed = (packed << 4) | (packed >> 4) if high_first else packed
     return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(torch.uint8)
 
@@ -440,7 +440,8 @@ def dequantise(codes: Tensor, scales: Tensor, coding: Coding | None = None) -> T
 def as_used(values: Tensor, used: torch.dtype) -> Tensor:
     """Round values to the dtype in which matmuls see them; a value that would overflow there is kept.
 
-    An export quantises what the forward used. Quantising the float32 master instead gives other codes at ties.
+    An export quantises the values that the forward used. Quantising the float32 master weights would give other codes
+    at ties.
     """
     # 2**-7 is half a unit in the last place of bfloat16, relative. A larger difference means overflow to infinity.
     rounded = values.to(used).to(values.dtype)
@@ -448,7 +449,7 @@ def as_used(values: Tensor, used: torch.dtype) -> Tensor:
 
 
 def quantise(values: Tensor, scales: Tensor) -> Tensor:
-    """Return values / scale, saturated to +-448, in E4M3. `scales` as they are stored: rounding them afterwards would
-    shift all values."""
+    """Return values / scale, saturated to +-448, in E4M3. `scales` must already be in their stored dtype: rounding them
+    afterwards would shift all values."""
     scaled = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)
     return scaled.clamp(-LARGEST, LARGEST).to(FP8)

@@ -1,8 +1,9 @@
 """Initialise parameters so that values do not depend on the mesh: each block of 64 rows has its own generator.
 
 The seed of a block is a hash of (seed, parameter name, block number), a counter-based scheme. A generator per rank
-gives every tp shard the same numbers (ms-swift#7944), or other numbers for each mesh size (pytorch#168058); DTensor's
-offset-based RNG still depends on the sharded dim, and with CPU offload repeats values in every layer (torchtitan#4511).
+gives every tp shard the same numbers (ms-swift#7944), or different numbers for each mesh size (pytorch#168058);
+DTensor's offset-based RNG still depends on the sharded dim, and with CPU offload repeats values in every layer
+(torchtitan#4511).
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def _row_runs(param: Param, box: Box) -> Iterator[tuple[int, int]]:
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    """Return the generator of a block. blake2b, not `hash()`: that differs between processes."""
+    """Return the generator of a block. It is seeded by blake2b: `hash()` differs between processes."""
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _draw(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw a block on the CPU in float32: CUDA generators give other numbers.
+    """Draw a block on the CPU in float32: CUDA generators would give other numbers.
 
     `log_uniform` is the initialisation of `A_log` in Mamba-like layers: log of a uniform sample in (0, scale).
     """

@@ -1,9 +1,9 @@
-"""Plan who reads which part of a checkpoint: each rank its own, or one rank for its node.
+"""Plan which rank reads which part of a checkpoint: each rank its own, or one rank for its node.
 
 By default every rank reads exactly the bytes that it stores, and nothing is sent: `distribute_tensor` would read on
-every rank and broadcast from rank 0 as well (VeOmni#637). On file systems that many readers slow down, one rank of a
-node reads what its node stores, once, and sends it on. With tp over columns it reads the strips of each tp rank, with
-what lies between them.
+every rank and broadcast from rank 0 as well (VeOmni#637). On file systems that many readers slow down, one rank per
+node reads everything that its node stores once, and sends it on. With tp over columns it reads the strips of each tp
+rank and the bytes between them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are sent to each of the other ranks."""
+        """Return the number of bytes that are sent to each of the other ranks."""
         shape, dtype = in_memory(self.piece.shape, self.form)
         return prod(shape) * dtype.itemsize
 
@@ -65,9 +65,9 @@ def plan_reads(
 ) -> Iterator[Read]:  # fmt: skip
     """Yield each piece that the ranks of a node store, once, with the ranks that store it.
 
-    `names`: only these parameters. `numbers`: those that are stored as codes.
+    `names`: the parameters to read. `numbers`: those that are stored as codes.
 
-    A piece is a box of a parameter and a range of its rows: what tp and ep cut, then what FSDP stores of it.
+    A piece is a box of a parameter, cut by tp and ep, and the range of its rows that FSDP stores.
     """
     assert keymap.source is not None, "there are files to read"
     pieces_of = {rank: pieces(spec, axes, rank) for rank in node}
@@ -80,17 +80,17 @@ def plan_reads(
             if piece is not None and piece.numel:
                 # Ranks with equal boxes (replicas, tp ranks of a norm) share one read.
                 ranks_by_piece.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
-        # Sent in the file's dtype: half of the bytes of float32 for a bfloat16 checkpoint. Conversion happens at the
-        # receiver.
+        # Send in the file's dtype: half the bytes of float32 for a bfloat16 checkpoint. The receiver converts.
         form = numbers[param.name] if param.name in numbers else keymap.file_dtype(param)
         for ranks in ranks_by_piece.values():
             yield Read(pieces_of[ranks[0]][param.name], layout, form, tuple(ranks))
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
-    """Return what this rank sends as the reader of its node, or receives from it.
+    """Return the charges for what this rank sends as the reader of its node, or receives from the reader.
 
-    The bill of loading: zero lines unless one rank reads for its node. `verify` compares it with what is sent.
+    This is the bill of loading: empty unless one rank reads for its node. `verify` compares it with the collectives
+    that ran.
     """
     charges = []
     for read in plan:
@@ -104,7 +104,7 @@ def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
 
 @names_lost_ranks()
 def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source) -> int:
-    """Fill stored tensors with what the first rank of `node` reads; with one rank in `node` nothing is sent.
+    """Fill stored tensors from the reads of the first rank of `node`; with one rank in `node` nothing is sent.
 
     Return how many bytes this rank read.
 
@@ -148,7 +148,7 @@ def _read_and_send(
 ) -> LoadError | None:
     """Read a piece and send it to its ranks. Return the first failure.
 
-    After a failure nothing more is read, but the other ranks still receive what they wait for, so that all of them
+    After a failure nothing more is read, but the other ranks still receive the buffers that they wait for, so that all
     raise together instead of hanging. The reader does not store pieces of other pipeline stages.
     """
     is_own, name = read.ranks == (mesh.rank,), read.piece.param.name

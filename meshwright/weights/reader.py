@@ -1,9 +1,9 @@
 """Read a checkpoint into this rank's shards: choose layouts, check every key, then read just the bytes that are stored.
 
-Strict by design. A missing, unexpected or mismatched key is an error, never a warning with reinitialised weights: such
-runs train on random experts (transformers#43201), a random head (NeMo-Automodel#3632) or skip every parameter
-(prime-rl#2640), with a plausible loss. A layout is never decided from one shape, since a square matrix fits either way
-(transformers#47031).
+The reader is strict by design. A missing, unexpected or mismatched key is an error, never a warning with reinitialised
+weights: such runs train on random experts (transformers#43201), a random head (NeMo-Automodel#3632) or skip every
+parameter (prime-rl#2640), with a plausible loss. A layout is never decided from one shape, since a square matrix fits
+either way (transformers#47031).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Choice = Mapping[str, str]  # group -> layout name
 # Elements of a read that needs conversion: it goes through a buffer of at most this size.
 _STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)
 # Where tp cuts columns, a rank needs a strip of every row. A long strip is read alone. Short strips are read together
-# with what lies between them: one read of 8 MB is faster than a thousand of 4 KB, even if most of it is dropped.
+# with the bytes between them: one read of 8 MB is faster than a thousand of 4 KB, even if most of it is dropped.
 _SHORT_BYTES = part_size(__name__, "_SHORT_BYTES", 64 << 10, small=61)
 _SPAN_BYTES = part_size(__name__, "_SPAN_BYTES", 8 << 20, small=601)  # the span of such a read
 
@@ -60,7 +60,7 @@ def choose(table: Table, source: Source) -> dict[str, str]:
     """Return the one layout of each group (experts, head) that matches the headers.
 
     Keys decide first. Shapes decide only between layouts of the same keys, and over all keys of the group at once,
-    because one of them may be square.
+    because a single one may be square.
 
     Example: Qwen3-MoE checkpoints have experts per expert (`experts.0.gate_proj`) or fused (`experts.gate_up_proj`);
     both are declared for the same parameters, and the keys of the file select one.
@@ -73,10 +73,10 @@ def choose(table: Table, source: Source) -> dict[str, str]:
         members = [p for p in table if p.group == group]
         keys_by_layout = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
         if all(p.optional for p in members) and not any(k in source.entries for k in chain(*keys_by_layout.values())):
-            choice[group] = choice.get(group.rpartition(".")[2], names[0])  # new: spelled as their like in the trunk
+            choice[group] = choice.get(group.rpartition(".")[2], names[0])  # new: the layout of this group in the trunk
             continue
         candidates = [name for name in names if all(k in source.entries for k in keys_by_layout[name])]
-        # If one layout's keys are a part of another's, the larger one explains more of the file.
+        # If the keys of one layout are a part of another's, the larger set explains more of the file.
         keys_of = {name: set(keys_by_layout[name]) for name in candidates}
         candidates = [n for n in candidates if not any(keys_of[n] < keys_of[m] for m in candidates)]
         if len(candidates) > 1 and len({frozenset(keys_of[name]) for name in candidates}) == 1:
@@ -98,7 +98,7 @@ def _shapes_match(members: Iterable[Param], choice: Choice, source: Source) -> b
 
 
 def _nearest(group: str, keys_by_layout: Mapping[str, list[str]], source: Source) -> str:
-    """Return the error for a group without a matching layout: which one is nearest, and what it lacks."""
+    """Return the error text for a group without a matching layout: the nearest layout, and what it lacks."""
     missing = {name: [k for k in keys if k not in source.entries] for name, keys in keys_by_layout.items()}
     name = min(missing, key=lambda n: len(missing[n]) / max(1, len(keys_by_layout[n])))
     return (
@@ -109,7 +109,7 @@ def _nearest(group: str, keys_by_layout: Mapping[str, list[str]], source: Source
 
 
 def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
-    """Return keys that are carried through and not trained. Any other key that no parameter uses is an error."""
+    """Return keys that are carried through untrained. Any other key that no parameter uses is an error."""
     own_keys = {k for p in table for k in chosen(p, choice).keys}
     own_keys |= {
         companion for key in own_keys if key in source.scales for companion in source.scales[key].companion_keys
@@ -136,8 +136,8 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
 
     `fresh`: parameters that the source lacks. `stored`: the dtype in which parameters are stored.
 
-    Run on headers alone, before memory is allocated. On a 235B model it takes a second, and finds every mismatch that
-    would otherwise appear after minutes of loading.
+    The check needs only headers, before memory is allocated. On a 235B model it takes a second, and finds every
+    mismatch that would otherwise appear after minutes of loading.
     """
     for param in table:
         if param.name in set(fresh):
@@ -161,7 +161,7 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
                     f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}; "
                     "fetch the unquantised model, or convert the file"
                 )
-            # Rounding F64 at load would be silent, and an export would then not reproduce the source.
+            # Loading would round F64 silently, and an export would then not reproduce the source.
             if entry.dtype == "F64" and stored != torch.float64:
                 raise MismatchedKey(
                     f"{entry.file}: {key} is F64 and would be rounded to {stored}; "
@@ -173,8 +173,8 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
 class Reader:
     """Reads boxes of source tensors through one small buffer, and counts bytes.
 
-    Single-threaded: conversion and the first touch of memory take most of the time, and the ranks of a node do these in
-    parallel already.
+    It is single-threaded: conversion and the first touch of memory take most of the time, and the ranks of a node
+    already do these in parallel.
 
     A box of a parameter becomes a strided view of the source tensor (`_view`): offset, shape, strides. Contiguous
     ranges of that view are byte ranges of the file. Slices of tp, row ranges of FSDP, transposed experts and parts of
@@ -188,8 +188,8 @@ class Reader:
         self._fds: dict[str, int] = {}
         self._checks = Checks(self.source.directory, self.source.extents)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        # A cache: parts of a matrix come in order.
-        self._last_scales = "", range(0), torch.empty(0, device="cpu")  # as the files have them
+        # Cache the last scales: parts of a matrix come in order.
+        self._last_scales = "", range(0), torch.empty(0, device="cpu")  # in the dtype of the files
         self._divisors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Reader:
@@ -214,8 +214,7 @@ class Reader:
         if target.dtype == BYTES and block.key in self.source.scales:
             target = target.view(FP8)
         if (
-            # The fast path, taken for most weights: pread straight into the parameter's memory, without a copy or a
-            # buffer.
+            # The fast path for most weights: pread directly into the parameter's memory, without a copy or a buffer.
             DTYPES.get(entry.dtype) == target.dtype
             and source_view.is_contiguous()
             and target.is_contiguous()
@@ -230,8 +229,8 @@ class Reader:
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Check that keys which hold a parameter a second time (a tied head that is stored twice) hold the same values.
 
-        A config may say tied while the file has two different tensors (accelerate#3870). Taking either would be a
-        guess.
+        A config may tie embedding and head while the file has two different tensors (accelerate#3870). Taking either
+        would be a guess.
         """
         first = self._value_dtype(layout.blocks[0].key)
         for copy in (copy for copy in layout.copies if copy.key in self.source.entries):
@@ -250,9 +249,10 @@ class Reader:
         return torch.float32 if key in self.source.scales else DTYPES[self.source.entries[key].dtype]
 
     def _staged(self, block: Block, common: Box, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the target with what the source has for them. The second tensor is valid until the next part.
+        """Yield parts of the target with the source's elements for them. The second tensor is valid until the next
+        part.
 
-        Parts are bounded so that a rank needs a few MB on top of its parameters, also for a vocabulary of a billion
+        Parts are bounded, so a rank needs only a few MB on top of its parameters, even for an embedding of a billion
         elements.
         """
         entry = self.source.entries[block.key]
@@ -274,7 +274,7 @@ class Reader:
         return dequantise(self.codes(block, part), places.take(scales), self.source.scales[entry.key].coding)
 
     def codes(self, block: Block, part: Box) -> Tensor:
-        """Return the codes of a box, one in a byte. Valid until the next read."""
+        """Return the codes of a box, one per byte. Valid until the next read."""
         return self._raw(self.source.entries[block.key], block, part)
 
     def scales_of(self, block: Block, part: Box) -> tuple[Places, Tensor]:
@@ -292,7 +292,7 @@ class Reader:
         return places.below(rows.start).take(self._stored_rows(block.key, rows))
 
     def divisors_of(self, block: Block, part: Box, coding: Coding) -> tuple[Places, Tensor]:
-        """Return the number of the matrix of each row of a box, and what divides the 4-bit scales of each matrix,
+        """Return for each row of a box the number of its matrix, and the divisor of the 4-bit scales of each matrix,
         `[matrices, 1]`."""
         entry = self.source.entries[block.key]
         places = Places.of(_view(block, entry, part), entry.shape, Scale("", ONE_BLOCK))
@@ -301,7 +301,7 @@ class Reader:
         return places.below(matrices.start), torch.stack(divisors).view(-1, 1)
 
     def _divisor_of(self, entry: Entry, number: int, coding: Coding) -> Tensor:
-        """Return what the scales of a matrix are divided by: as its file says, or computed from all of its values."""
+        """Return the divisor of the scales of a matrix: that of its file, or computed from all of its values."""
         scale, known = self.source.scales.get(entry.key), self.source.divisors
         if scale is not None and scale.divisor:
             return self._divisor(scale.divisor)[0]
@@ -330,7 +330,7 @@ class Reader:
         return scales / self._divisor(divisor) if divisor else scales
 
     def _stored_rows(self, key: str, rows: range) -> Tensor:
-        """Return the scales of some block rows. A rank does not read scales of blocks that it has no element of."""
+        """Return the scales of some block rows. A rank does not read scales of blocks in which it has no element."""
         last_key, read_rows, scales = self._last_scales
         if last_key != key or not (read_rows.start <= rows.start and rows.stop <= read_rows.stop):
             scale, read_rows = self.source.scales[key], rows
@@ -348,7 +348,7 @@ class Reader:
         return self._divisors[key]
 
     def _flat(self, entry: Entry, first: int, num: int) -> Tensor:
-        """Read elements as they lie in the file, into new memory."""
+        """Read consecutive elements of the file into new memory."""
         out = torch.empty(num, dtype=DTYPES[entry.dtype], device="cpu")
         self._read_into(entry, out.view(torch.uint8), first * out.itemsize)
         return out
@@ -374,7 +374,7 @@ class Reader:
         return out.view(dtype).view(part.shape)
 
     def _unpacked(self, entry: Entry, source_view: Tensor, strips: _Strips, together: bool) -> Tensor:
-        """Read a box of 4-bit codes, one in a byte."""
+        """Read a box of 4-bit codes, one per byte."""
         if together:
             return self._read_packed(entry, strips.first, strips.span).as_strided(
                 source_view.shape, source_view.stride()
@@ -425,8 +425,8 @@ class Reader:
             into, offset = into[num:], offset + num
 
     def _fetch_checked(self, entry: Entry, into: memoryview, offset: int) -> None:
-        """Read extent by extent, and verify each while it is in the cache. An extent of which only a part is needed is
-        read whole, once."""
+        """Read extent by extent, and verify each while it is in the cache. An extent that is needed only in part is
+        still read whole, once."""
         for start, stop, extent in self._checks.split(entry.file, offset, offset + len(into)):
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
@@ -440,12 +440,12 @@ class Reader:
 
 
 def _dtype(entry: Entry) -> torch.dtype:
-    """Return the dtype in which elements of an entry are read: 4-bit codes one in a byte."""
+    """Return the dtype in which elements of an entry are read: 4-bit codes take one byte each."""
     return BYTES if entry.dtype == PACKED else DTYPES[entry.dtype]
 
 
 def _view(block: Block, entry: Entry, part: Box) -> Tensor:
-    """Return where a box of a parameter lies in the source tensor: strides, without memory (meta device)."""
+    """Return a box of a parameter as a view of the source tensor: strides without memory (meta device)."""
     return block.view(torch.empty(entry.shape, device="meta"))[part.within(block.ours).slices]
 
 
@@ -475,7 +475,7 @@ class _Strips:
         return self.num > 1 and self.length * itemsize < _SHORT_BYTES and self.span * itemsize <= 2 * _SPAN_BYTES
 
     def at_a_time(self, itemsize: int) -> int:
-        """Return how many elements to read at a time: whole strips, if they are read together."""
+        """Return the number of elements to read at a time: whole strips if they are read together."""
         if self.num <= 1 or self.length * itemsize >= _SHORT_BYTES:
             return _STAGED_ELEMENTS
         stride = self.span // self.num  # from one strip to the next

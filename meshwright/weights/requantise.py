@@ -1,10 +1,10 @@
 """Quantise weights for an export in FP8: choose the scale of each block, over all ranks.
 
-A block whose values are those of the source gets the source's scale, and with it the source's codes: an export of an
-untouched model is the source bit for bit. A trained block gets amax / 448.
+A block with unchanged values keeps the source's scale, and so gets the source's codes: an export of an untouched model
+equals the source bit for bit. A trained block gets amax / 448.
 
-Ranks cut blocks anywhere, so each contributes the amax of its part, and an all-reduce (MAX) gives the exact one. Scales
-chosen per rank would differ within a block, and the file would depend on the mesh.
+Ranks cut blocks anywhere, so each contributes the amax of its part, and an all-reduce (MAX) gives that of the whole
+block. Scales chosen per rank would differ within a block, and the file would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Grids = dict[str, Tensor]  # by the key of a matrix: a number for each block
 
 
 def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
-    """Return the scales of every matrix that is exported in FP8. Collective: all ranks call it and get the same."""
+    """Return the scales of every matrix that is exported in FP8. It is collective: all ranks call it and get the same
+    scales."""
     quantised = [key for key, scale in sorted(keymap.scales.items()) if scale.form or key not in keymap.carried]
     if not quantised:
         return {}
@@ -38,7 +39,8 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
         scan = BlockScan(keymap, quantised, files)
         look = functools.partial(scan.scan, stored_model)
         mesh.together(look, "the comparison with the source", ExportError, "nothing was exported")
-        # One all-reduce for all matrices: thousands of small ones would cost more in latency than the bytes do.
+        # One all-reduce serves all matrices: thousands of small ones would take longer in latency than the bytes take
+        # to send.
         for grids in (scan.amax, scan.changed):
             flat = torch.cat([grids[key].view(-1) for key in quantised]).to(mesh.device)
             per_key = mesh.all_reduce_max_(flat, "scales").cpu().split([grids[key].numel() for key in quantised])
@@ -50,7 +52,7 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
 def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
     """Quantise one whole tensor as the export would write it: codes and scales by key.
 
-    For streaming whole tensors to an inference engine in FP8; an export to files goes through `scales_for`.
+    It serves streaming of whole tensors to an inference engine in FP8; an export to files uses `scales_for`.
     """
     scale, box = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
@@ -67,19 +69,19 @@ def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, 
 
 
 def quantised_keys(keymap: KeyMap, key: str) -> list[Key]:
-    """Return the keys, in order, of the tensors that `quantised_tensors` makes of one."""
+    """Return the keys of the tensors that `quantised_tensors` makes from one tensor, in order."""
     scale = keymap.scales[key]
     names = [key, *(scale.companion_keys if scale.form else [scale.key])]
     return [keymap.keys[name] for name in names if name in keymap.keys]
 
 
 class BlockScan:
-    """The amax of each block as far as this rank has it, and whether it differs from the source, if that has the same
+    """The amax of this rank's part of each block, and whether it differs from the source, if the source has the same
     blocks."""
 
     def __init__(self, keymap: KeyMap, keys: Sequence[str], files: contextlib.ExitStack) -> None:
         self.keymap = keymap
-        # For a read-only format one flag a matrix is enough; a flag for each group of 16 would take much memory.
+        # For a read-only format one flag per matrix is enough; a flag per group of 16 would take much memory.
         self.scales = {key: s.as_one if s.form else s for key, s in keymap.scales.items() if key in keys}
         self.amax = {key: torch.zeros(self.scales[key].grid(_shape(keymap, key))) for key in keys}
         self.changed = {key: torch.zeros_like(grid) for key, grid in self.amax.items()}
@@ -117,20 +119,20 @@ class BlockScan:
                 )
 
     def unchanged_tensors(self, key: str) -> dict[str, Tensor]:
-        """Return the tensors of a matrix as the source has them."""
+        """Return the source's tensors of a matrix."""
         assert self.reader is not None, "the matrix was read from a source"
         names = [key, *self.scales[key].companion_keys]
         return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
 
     def read_scales(self) -> None:
-        """Read the source's scales of all keys, also of those that this rank stores no part of, so that all
-        ranks choose equally."""
+        """Read the source's scales of all keys, including keys of which this rank stores no part, so that all ranks
+        choose equally."""
         for key in self.amax:
             if not self.scales[key].form and (reader := self.source_reader(key)) is not None:
                 self.source_scales[key] = reader.scales(key)
 
     def scan(self, stored_model: StoredModel) -> None:
-        """Scan all that this rank stores."""
+        """Scan everything that this rank stores."""
         check_scaled(stored_model, self.keymap)
         self.read_scales()
         spec, mesh, keymap = stored_model.spec, stored_model.mesh, self.keymap
@@ -150,8 +152,8 @@ class BlockScan:
     def scan_block(self, block: Block, common: Box, stored_part: Tensor) -> None:
         """Scan the overlap of a stored part with a block of a key.
 
-        The amax is of the values as the forward used them (`as_used`), because those are what is quantised. The
-        comparison with the source is exact: any changed bit makes a new scale.
+        The amax is of the values as the forward used them (`as_used`), because these are quantised. The comparison with
+        the source is exact: any changed bit makes a new scale.
         """
         whole, reader = block.view(torch.empty(block.shape, device="meta")), self.source_reader(block.key)
         for part in staged(block, common):
@@ -190,7 +192,7 @@ def _quantised_params(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Par
 
 
 def write_scales(files: Files, rank: int = 0, world: int = 1) -> None:
-    """Write the scales; matrix number n by rank n mod world."""
+    """Write the scales; rank n mod world writes those of matrix n."""
     for number, (key, grid) in enumerate(sorted(files.scales.items())):
         if number % world == rank:
             scale = files.keymap.keys[files.keymap.scales[key].key]

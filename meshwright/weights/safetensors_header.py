@@ -1,7 +1,6 @@
-"""Parse safetensors headers strictly: a file becomes a list of named byte ranges, with nothing in it trusted or
-executed.
+"""Parse safetensors headers strictly: a file becomes a list of named byte ranges; nothing in it is trusted or executed.
 
-Every byte after the header must belong to exactly one tensor. Overlaps and gaps are how one file can mean different
+Every byte after the header must belong to exactly one tensor. With overlaps or gaps, one file could mean different
 things to different readers.
 """
 
@@ -22,7 +21,7 @@ from ..errors import BrokenFile
 from .file_version import Opened, Stamp, opened
 
 # Every dtype of the format: the bits of an element, and torch's name. Dtypes that torch lacks, or has only packed, can
-# be carried through an export and not be trained.
+# be carried through an export but not trained.
 BITS: dict[str, int] = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -49,7 +48,7 @@ _INT_ONLY = {int}  # compared with exact types: bool is a subclass of int
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: `start` and `stop` are byte offsets in it. A tuple: a model may have 37,000."""
+    """One tensor of a file: `start` and `stop` are byte offsets in it. A tuple, because a model may have 37,000."""
 
     key: str
     file: str
@@ -87,14 +86,14 @@ def read_stamped_json(path: Path) -> tuple[dict[str, Any], Stamp]:
 def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
     """Read the tensors of a file in the order of their bytes, its metadata, and the version of the file.
 
-    Entries come sorted by offset, which is the order in which an export writes them again: byte-equal files need it.
+    Entries are sorted by offset, and an export writes them in this order, which byte-equal files need.
     """
     with opened(path) as file:
         size, length = file.stamp.num_bytes, _length_of(file)
         header = _object(path, _bytes_of(file, 8, length, "a header"))
     try:
         metadata = _metadata(header.pop("__metadata__", {}))
-        name = path.name  # a new string at each access; one for all entries saves memory
+        name = path.name  # `path.name` is a new string at each access; sharing one saves memory
         entries = [_entry(name, key, spec, 8 + length) for key, spec in header.items()]
     except ValueError as error:
         raise BrokenFile(f"{path}: malformed header: {error}; fetch or write the file again") from error
@@ -138,11 +137,11 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict. json keeps the last of equal keys silently."""
+    """Build a dict, and refuse equal keys: json would silently keep the last one."""
     fields: dict[str, Any] = {}
     for key, value in pairs:
         if key in fields:
-            raise ValueError(f"the key {short(key)} is there twice")
+            raise ValueError(f"the key {short(key)} occurs twice")
         fields[key] = value
     return fields
 
@@ -190,8 +189,8 @@ def _sizes(value: Any) -> bool:
 def _check_extent(path: Path, entries: list[Entry], data_start: int, size: int) -> None:
     """Check that tensors tile the file after its header.
 
-    The format allows neither gaps nor overlaps. Readers that only look up offsets do not notice either, and a hidden
-    tensor or an alias of two is the result.
+    The format allows neither gaps nor overlaps. A reader that only looks up offsets notices neither, so a file could
+    hide a tensor or alias two of them.
     """
     expected = data_start
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Hand out the pieces of a rank under the names and in the coordinates of the files, without communication.
+"""Yield this rank's shards under Hugging Face names, in the coordinates of the files, without communication.
 
 A piece is a box of a parameter. The tensor of a file may have its rows in another order (gate and up interleaved by
 expert, q, k and v one after the other), so one piece can be several boxes of the file.
@@ -34,7 +34,7 @@ class ShardSpec:
 def shards(
     stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: DtypeOf | None = None
 ) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-    """Yield the boxes that this rank owns, as copies in the order of `keys`. Over all ranks they tile every tensor."""
+    """Yield copies of the boxes that this rank owns, in the order of `keys`. Over all ranks they tile every tensor."""
     rank, keys = stored_model.mesh.rank, list(keys)
     dtype_of_key = dtypes_of(stored_model.spec.table, keymap, keys, dtypes)
     for bucket in buckets(stored_model, keymap, keys, dtype_of_key, [rank]):
@@ -47,7 +47,8 @@ def shards(
 
 
 def file_boxes(part: Overlap, box: Box) -> Iterator[tuple[Box, ShardSpec]]:
-    """Divide a box of a parameter into boxes that are boxes of the file's tensor too, each with that.
+    """Divide a box of a parameter into boxes that are also boxes of the file's tensor; yield each with its box in the
+    file.
 
     Indices of the file grow with each index of the parameter. So the first and the last element span the smallest box
     of the file around all of them, and it is the same box if it has as many elements.

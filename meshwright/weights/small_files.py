@@ -1,7 +1,7 @@
 """The small files of a model (tokenizer, chat template, image processor, configs), as they were when it was loaded.
 
-An export that copied them from the source directory at the end of a run would take whatever is there by then. So the
-rank that writes keeps their bytes from the start.
+If an export copied them from the source directory at the end of a run, they might have changed by then. So the writing
+rank keeps their bytes from the start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .file_version import Stamp, opened
 
 # Files that a tokenizer, an image processor or a human reader needs.
 _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
-# Files of a checkpoint, never copied from the source: an old manifest next to new weights would vouch for them.
+# Files of a checkpoint, never copied from the source: an old manifest next to new weights would seem to describe them.
 MANIFEST, TRAINER = "meshwright.json", "trainer.json"
 MODULES = "modules.json"  # of sentence-transformers
 _TEMPLATES = "additional_chat_templates"
@@ -30,7 +30,7 @@ _LOAD_AGAIN = "put the old file back (a copy has another inode and will not do),
 @dataclass(frozen=True)
 class SmallFiles:
     """Small files by name. `kept`: their bytes. `large`: the version of a file too large to keep, copied from
-    `directory`. `unreadable`: why a file could not be read, an error only for a writer."""
+    `directory`. `unreadable`: why a file could not be read, which is an error only for an export."""
 
     directory: Path
     kept: Mapping[str, bytes] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class SmallFiles:
         return sorted([*self.kept, *self.large, *self.unreadable])
 
     def check(self) -> None:
-        """Raise if a file could not be written as it was at load."""
+        """Raise if a file can no longer be written as it was at load."""
         for reason in self.unreadable.values():
             raise LoadError(f"{reason}, and load the model again")
         for name, stamp in self.large.items():
@@ -53,7 +53,8 @@ class SmallFiles:
     def write(self, target: Path) -> None:
         """Write the files into a directory.
 
-        Checked before and after: a large file that changes during the copy must not end up half old and half new.
+        The files are checked before and after: a large file that changes during the copy must not end up half old and
+        half new.
         """
         self.check()
         for name in (*self.kept, *self.large):
@@ -70,7 +71,7 @@ class SmallFiles:
 def read_small(directory: Path) -> SmallFiles:
     """Read the small files of a model directory.
 
-    An unreadable file is an error only for who exports: a model can be loaded without its README.
+    An unreadable file is an error only for an export: a model can be loaded without its README.
     """
     kept, large, unreadable = dict[str, bytes](), dict[str, Stamp](), dict[str, str]()
     for path in _paths(directory):
@@ -113,7 +114,7 @@ def _paths(directory: Path) -> Iterator[Path]:
 
 def _module_folders(directory: Path) -> Iterator[str]:
     """Yield the folders that modules.json of sentence-transformers names, such as `1_Pooling`: an embedding model
-    without them would pool and normalise in another way. A file that is not of this form names none."""
+    without them would pool and normalise differently. A file of another form names no folders."""
     try:
         modules = json.loads((directory / MODULES).read_bytes())
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""A model directory as a map from key to byte range, built from config.json, the index and the headers. Pickles are
-never read."""
+"""Open a model directory as a map from key to byte range, from config.json, the index and the headers. Pickles are
+refused."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Source:
         """Return a checksum of the headers, and of 64 bytes from the middle of each tensor (of a sample, if there are
         many).
 
-        Ranks compare it to notice that they load different models. Training changes all weights, so copies that were
-        trained separately differ there, and reading the whole model twice is not needed.
+        Ranks compare it to notice that they load different models. Training changes all weights, so separately trained
+        copies differ in these bytes, and the model need not be read twice.
         """
         entries = sorted(self.entries.values(), key=lambda e: e.key)
         crc = zlib.crc32(repr([(e.key, e.dtype, e.shape) for e in entries]).encode())
@@ -109,7 +109,7 @@ class Source:
 def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] | None = None) -> Source:
     """Read the headers of a Hugging Face directory. `others`: versions of files that were read already.
 
-    Headers are a few KB to a few MB a file, so all ranks read all of them; nothing is broadcast.
+    A header has a few KB to a few MB, so all ranks read all headers; nothing is broadcast.
     """
     root = Path(directory)
     files, index, stamps = _files(root)
@@ -132,7 +132,7 @@ def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] |
 
 
 def open_index(directory: str | os.PathLike[str]) -> Source:
-    """Read the keys that an index promises, without its files: enough to know how the model is spelled. No index, no
+    """Read the keys that an index lists, without its files: enough to choose layouts. Without an index there are no
     keys.
 
     `meshwright plan` uses it for models whose weights are not downloaded: a few hundred KB instead of hundreds of GB.
@@ -147,7 +147,7 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
 def index_files(directory: Path) -> list[str]:
     """Return the files that an index names; none without an index.
 
-    Used to decide whether a directory is an earlier export that may be replaced.
+    It helps to decide whether a directory is an earlier export that may be replaced.
     """
     if not exists(directory / INDEX, Path.is_file):
         return []
@@ -160,7 +160,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def exists(path: Path, is_kind: Callable[[Path], bool]) -> bool:
-    """Return `path.is_dir()` or the like; raise LoadError where the system refuses to say."""
+    """Return `is_kind(path)`, such as `path.is_dir()`; raise LoadError where the system denies access."""
     try:
         return is_kind(path)
     except OSError as error:
@@ -194,8 +194,8 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         names = sorted(os.listdir(root))
     except OSError as error:
         raise LoadError(f"{root} cannot be listed: {error.strerror}; check its permissions") from error
-    # An index is authoritative: it lists the files, and every other safetensors file is refused. Loaders that glob for
-    # *.safetensors mix two exports that were written into one directory.
+    # An index is authoritative: it lists the files, and every other safetensors file is refused. A loader that globs
+    # for *.safetensors would mix two exports that were written into one directory.
     if INDEX in names:
         index, stamp = _read_index(root / INDEX)
         listed = _indexed(root, index["weight_map"])
@@ -206,7 +206,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         _refuse_others(root, names, ["model.safetensors"], "is next to model.safetensors without an index")
         return ["model.safetensors"], None, {}
     if not files:
-        # A .bin file is a pickle, which can run any code when it is loaded.
+        # A .bin file is a pickle, which can run any code on loading.
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
         hint = f"{pickles[0]} is a pickle, which may run code: convert it to safetensors" if pickles else "fetch one"
         raise LoadError(f"{root} holds no safetensors file; {hint}")
@@ -214,7 +214,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
 
 
 def _refuse_others(root: Path, names: list[str], files: list[str], why: str) -> None:
-    """Refuse a directory with other safetensors files: which of them are the model would be a guess."""
+    """Refuse a directory with other safetensors files, because one would have to guess which files are the model."""
     siblings = [name for name in names if name.endswith(".safetensors") and name not in files]
     if siblings:
         raise LoadError(f"{root} holds {siblings[0]}, which {why}; remove it, or the index that is out of date")
@@ -234,7 +234,7 @@ def _read_index(path: Path) -> tuple[Mapping[str, Any], Stamp]:
 
 
 def _indexed(root: Path, weight_map: Mapping[str, str]) -> list[str]:
-    """Return the files of an index, which must lie in this very directory (no path, no link outside by name)."""
+    """Return the files of an index, which must lie in exactly this directory (no path that leads outside)."""
     files = list(dict.fromkeys(weight_map.values()))
     for file in files:
         is_local = file == os.path.basename(file) and file.endswith(".safetensors")

@@ -1,11 +1,11 @@
 """Stream whole tensors under their Hugging Face names, one after the other, in bounded memory (weight sync, gather).
 
-The declaration says which boxes of a key each owner holds. Owners send just those bytes, to rank 0 or to all ranks,
-which insert them. Nothing is padded, as it would be in an all-gather of uneven pieces. Whoever gets tensors plans for
-all ranks, which takes long on a thousand of them.
+The declaration gives the boxes of a key that each owner holds. Owners send only those bytes, to rank 0 or to all ranks,
+which insert them. Nothing is padded, unlike in an all-gather of uneven pieces. Each receiving rank plans for all ranks,
+which takes long with a thousand ranks.
 
-For reinforcement learning this is the weight sync to an inference engine, which expects the keys of the hub: per expert
-where the source has them so (verl#6896).
+For reinforcement learning this is the weight sync to an inference engine, which expects the keys of the hub: one key
+per expert if the source has such keys (verl#6896).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .keymap import Key, KeyMap, blocks_by_key, widest
 from .safetensors_header import DTYPES
 
 DtypeOf = Mapping[str, torch.dtype]  # of keys, or of parameters
-# Bytes of keys that are in flight at a time; a larger tensor is sent alone.
+# Bytes in flight at a time; a larger tensor is sent alone.
 _BATCH_BYTES = part_size(__name__, "_BATCH_BYTES", 64 << 20, small=20_011)
 
 
@@ -87,7 +87,7 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Divide keys into buckets of bounded bytes, with the parts of some ranks. `dtypes`: by key.
 
-    All ranks derive the same from the declaration, so no sizes are exchanged.
+    All ranks derive the same buckets from the declaration, so no sizes are exchanged.
     """
     made_of, owners = blocks_by_key(stored_model.spec.table, keymap.choice), dict[str, list[tuple[int, Piece]]]()
     ranks = list(ranks)
@@ -108,20 +108,21 @@ def whole_tensors(
     stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: DtypeOf | None = None,
     to_all: bool = False,
 ) -> Iterator[tuple[Key, Tensor]]:  # fmt: skip
-    """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end: they send.
+    """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end, because
+    they send.
 
     `to_all`: every rank gets every tensor, on its device; rank 0 alone gets them on the CPU. Tensors have the dtype of
     their key, or with `dtypes` (by parameter) the widest dtype of their parts. Each owns its memory.
 
     They are yielded in buckets of at most 64 MB, in the order of `keys`. Memory is bounded by the largest tensor or one
-    bucket, whichever is larger, and as much again for what is received.
+    bucket, whichever is larger, and as much again for received buffers.
     """
     mesh, keys = stored_model.mesh, list(keys)
     dtype_of_key = dtypes_of(stored_model.spec.table, keymap, keys, dtypes)
     ranks = range(mesh.axes.world) if to_all or mesh.rank == 0 else [mesh.rank]
     for bucket in buckets(stored_model, keymap, keys, dtype_of_key, ranks):
         tensors = _sent(bucket, stored_model, to_all)
-        # Not held while the caller has them: each is freed when he drops it.
+        # Keep no reference while the caller has them, so that each is freed when the caller drops it.
         yield from ((key, tensors.pop(key.name)) for key in bucket.keys if tensors)
 
 
@@ -153,7 +154,8 @@ def exchanged(
 ) -> Iterator[tuple[int, Buffers]]:
     """Send this rank's buffers to rank 0, or to all ranks. Yield the buffers of every rank where they arrive.
 
-    `sizes`: elements by rank and dtype. A dtype is a buffer, so each rank sends one or two messages a bucket.
+    `sizes`: elements by rank and dtype. There is one buffer per dtype, so each rank sends one or two messages per
+    bucket.
     """
     if to_all:
         every = {rank: own if rank == mesh.rank else _empty(each, mesh) for rank, each in sizes.items()}
@@ -162,7 +164,7 @@ def exchanged(
             broadcast_each_(sent, mesh.process_group(DENSE), "the sending of weights to all ranks")
         yield from every.items()
         return
-    # Blocking sends: a rank is at most one bucket ahead of rank 0, which bounds memory on both sides.
+    # Sends block, so a rank is at most one bucket ahead of rank 0, which bounds memory on both sides.
     if mesh.rank != 0:
         for buffer in own.values():
             mesh.send(buffer, 0, "the sending of weights to rank 0")
@@ -176,7 +178,7 @@ def exchanged(
 
 
 def _empty(sizes: Mapping[torch.dtype, int], mesh: Mesh) -> Buffers:
-    """Return buffers for what a rank sends, in the order in which it sends them."""
+    """Allocate buffers for the messages of a rank, in the order in which it sends them."""
     return {dtype: torch.empty(sizes[dtype], dtype=dtype, device=mesh.device) for dtype in sorted(sizes, key=str)}
 
 
@@ -196,7 +198,7 @@ def _batches(keys: Iterable[Key], dtypes: DtypeOf) -> Iterator[list[Key]]:
 
 
 def _packed(bucket: Bucket, stored_model: StoredModel) -> Buffers:
-    """Copy what this rank sends of a bucket into one buffer per dtype, on the device."""
+    """Copy this rank's parts of a bucket into one buffer per dtype, on the device."""
     buffers = _empty(bucket.sizes(stored_model.mesh.rank), stored_model.mesh)
     positions = dict.fromkeys(buffers, 0)
     for part in bucket.parts[stored_model.mesh.rank]:
@@ -209,7 +211,7 @@ def _packed(bucket: Bucket, stored_model: StoredModel) -> Buffers:
 def _insert(tensors: Mapping[str, Tensor], parts: list[Overlap], buffers: Buffers) -> None:
     """Copy the elements of buffers to their places in whole tensors.
 
-    Sender and receiver walk overlaps in one order, so positions in a buffer need not be sent.
+    Sender and receiver visit overlaps in the same order, so positions in a buffer need not be sent.
     """
     positions = dict.fromkeys(buffers, 0)
     for part in parts:

@@ -1,9 +1,9 @@
-"""Write rows of parameters into safetensors files that all ranks share, each byte where its key has it.
+"""Write rows of parameters into shared safetensors files, each rank at the offsets of its own rows.
 
-Files are created at their final size, then every rank writes the rows it holds with `pwrite`; no rank writes for
-others. Where tp cuts columns, a row of the file alternates between ranks every few KB, so ranks of tp first exchange
-rows in windows until each holds whole rows. Measured against a raw write and fsync of the same bytes: 1.17 on fsdp2,
-0.75 on tp2, 0.85 on fsdp2 x tp2 x ep2; a single owner of fixed 16 MiB ranges 0.34 to 0.44.
+Files are created at their final size, then every rank writes its own rows with `pwrite`; no rank writes for another.
+Where tp cuts columns, a row of the file alternates between ranks every few KB, so tp ranks first exchange rows in
+windows until each holds whole rows. Measured against a raw write and fsync of the same bytes: 1.17 on fsdp2, 0.75 on
+tp2, 0.85 on fsdp2 x tp2 x ep2; with a single owner of fixed 16 MiB ranges 0.34 to 0.44.
 
 Example, `o_proj.weight [D, D]` with tp=2: each rank holds all rows and half of the columns, that is, D/2 elements of
 every row of the file. After the exchange rank 0 writes rows 0 to D/2 and rank 1 the rest, each in one range.
@@ -55,11 +55,11 @@ _STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001) 
 class Files:
     """The files of a key map, existing at full size; every rank writes parts of them.
 
-    They are in `root` or its `subfolder`. `extents` collects what is written, with checksums. `scales`: by key,
-    for keys that are written in FP8.
+    They are in `root` or its `subfolder`. `extents` collects the written ranges with checksums. `scales`: by key, for
+    keys that are written in FP8.
 
-    Sparse files of the final size let ranks write at any offset in any order, without knowing of each other. Their
-    headers, and with them all offsets, follow from the key map.
+    Sparse files of the final size let ranks write at any offset in any order, without coordination. Their headers, and
+    with them all offsets, follow from the key map.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Files:
                 os.fsync(fd)
 
     def write(self, piece: Piece, values: Tensor) -> None:
-        """Write what a piece holds into every key that it is a part of."""
+        """Write the values of a piece into every key that it is a part of."""
         layout = chosen(piece.param, self.keymap.choice)
         for box, view in piece.views(values):
             for block in (*layout.blocks, *layout.copies):
@@ -137,7 +137,7 @@ class Files:
                 position += size
 
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
-        """Write bytes, start their write-back, and note them with their checksum."""
+        """Write bytes, start their write-back, and record them with their checksum."""
         # pwrite may write less than requested, for example on a nearly full disk.
         remaining, start = memoryview(data), self._start[key.name] + offset
         position, fd = start, self._fd(key.file)
@@ -185,7 +185,7 @@ def _sync_file_range() -> Any:
 def _start_writeback(fd: int, start: int, num_bytes: int) -> None:
     """Start writing a range to disk without waiting.
 
-    The kernel would begin only after some seconds or at fsync. Started at once, write-back overlaps with the rest of
+    The kernel would begin only after some seconds or at fsync. If started at once, write-back overlaps with the rest of
     the export, and fsync at the end takes 0.00 s instead of 0.14 to 0.32.
     """
     write_range = 2  # SYNC_FILE_RANGE_WRITE
@@ -195,7 +195,7 @@ def _start_writeback(fd: int, start: int, num_bytes: int) -> None:
 
 
 def staged(block: Block, box: Box) -> Iterator[Box]:
-    """Split a box into parts that are few long ranges of the file: one matrix at a time if it is transposed."""
+    """Split a box into parts that are a few long ranges of the file: one matrix at a time if it is transposed."""
     num = box.size // box.shape[0] if block.turned else _STAGED_ELEMENTS
     for lo in range(0, box.size, num):
         yield from interval(box, lo, min(lo + num, box.size))
@@ -215,16 +215,16 @@ def make_files(root: Path, keymap: KeyMap, extents: Extents | None = None, subfo
 
 _WINDOW_BYTES = part_size(
     __name__, "_WINDOW_BYTES", 16 << 20, small=2001
-)  # bytes of whole rows that a rank gets at a time
+)  # bytes of whole rows that a rank receives at a time
 
 
 def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tuple[Piece, Tensor]]:
     """Yield pieces of whole rows with their values; over all ranks they tile every parameter once.
 
-    With `keep` values are on the host and belong to the caller; otherwise they may be live memory. Collective: every
-    rank must iterate to the end, because ranks of tp exchange rows.
+    With `keep` values are on the host and belong to the caller; otherwise they may be live memory. Every rank must
+    iterate to the end, because tp ranks exchange rows.
 
-    The order of parameters is that of the table on every rank, which is what makes the exchanges match.
+    Parameters come in the order of the table on every rank, so the exchanges match.
     """
     spec, mesh = stored_model.spec, stored_model.mesh
     for param in spec.table:
@@ -239,12 +239,12 @@ def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tup
 def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """Yield the rows of a parameter that this rank writes, in windows if they must be exchanged.
 
-    Each rank has a strip of columns of all rows, and becomes the writer of some rows with all columns: one all-to-all a
-    window.
+    Each rank has a strip of columns of all rows, and becomes the writer of some rows with all columns, after one
+    all-to-all per window.
     """
     axes = column_axes(param, place(param, spec.rules, mesh.axes))
     own_strip = piece(param, spec.rules, mesh.axes, mesh.coords)
-    # No rank cuts the columns: own rows are whole rows, and nothing is sent. Copies (replicas, shared kv heads) divide
+    # No axis cuts the columns: own rows are whole rows, and nothing is sent. Copies (replicas, shared kv heads) divide
     # the rows among themselves, so every byte has exactly one writer.
     if mesh.size_of(axes) == 1:
         own_rows = rows_to_write(param, spec.rules, mesh.axes, mesh.rank)
@@ -254,8 +254,8 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
     strips = [piece(param, spec.rules, mesh.axes, mesh.axes.coords(rank)) for rank in ranks]
     rows = [rows_to_write(param, spec.rules, mesh.axes, rank) for rank in ranks]
     at_a_time = max(1, _WINDOW_BYTES // (param.matrix[1] * stored.element_size()))
-    # All ranks make the same number of exchanges, as many as the rank with the most rows needs; the others send empty
-    # windows at the end.
+    # All ranks make the same number of exchanges, as many as the rank with the most rows needs; the other ranks send
+    # empty windows at the end.
     for first_row in range(0, max(each.hi - each.lo for each in rows), at_a_time):
         windows = [_window(each, first_row, at_a_time) for each in rows]
         own_index = ranks.index(mesh.rank)
@@ -269,7 +269,7 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
 
 
 def _window(rows: Piece, first: int, num: int) -> Piece:
-    """Return some rows of a piece; past its end, none."""
+    """Return up to `num` rows of a piece from `first` on."""
     lo = min(rows.lo + first, rows.hi)
     return replace(rows, lo=lo, hi=min(lo + num, rows.hi))
 

@@ -1,10 +1,11 @@
 """Kernels, checked against their formulas before use: our own in Triton, flash-linear-attention's, torch's varlen.
 
 For each device, dtype and head size a kernel must first agree with the formula, in its output and in every gradient. A
-kernel that is missing, refuses its input or computes something else is not used, and a warning says so once: the
-formula is slower and takes more memory.
+kernel that is missing, refuses its input or gives another result is not used, and a warning says so once: the formula
+is slower and takes more memory.
 
-Our own are in the other files of this package. Only a GPU needs them, so they are imported when one is chosen there.
+Our own kernels are in the other files of this package. Only a GPU needs them, so they are imported when one is chosen
+there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Prepare = Callable[[list[Tensor]], list[Tensor]]
 SLOW = ("cpu", "meta")  # devices without such kernels
 NARROW = (torch.bfloat16, torch.float16)  # dtypes that such kernels are made for
 TOLERANCE = 2e-2  # of the norm; both sides round intermediate results to bfloat16
-_LENGTHS = (1, 2, 67, 130)  # documents of the trial: trivial ones, and such as end inside a tile of 64 or 128
+_LENGTHS = (1, 2, 67, 130)  # documents of the trial: trivial ones, and two that end inside a tile of 64 or 128
 
 _INSTALL_HINT = "flash-linear-attention comes with pip install 'meshwright[gpu]'"
 
@@ -37,7 +38,7 @@ AnyOp = TypeVar("AnyOp", bound=Callable[..., object])
 
 
 def uncompiled(op: AnyOp) -> AnyOp:
-    """Exclude from `torch.compile` an op whose shapes depend on the data: each batch would compile it anew."""
+    """Exclude an op with data-dependent shapes from `torch.compile`: each batch would recompile it."""
     disabled: AnyOp = torch.compiler.disable(op)
     return disabled
 
@@ -50,11 +51,11 @@ def fastest(
 
     Both take `(*inputs, docs)`, and so does `planned`, which stands for the kernel on the meta device. `prepare` turns
     random normal tensors, for documents of these `lengths`, into valid inputs of the op. The first call for a device,
-    dtype and head size runs the comparison, and waits for the device. Only bfloat16 and float16: in float32 such
-    kernels multiply in TF32, which is a thousand times coarser.
+    dtype and head size runs the comparison, and waits for the device. Only bfloat16 and float16 use kernels: in float32
+    they would multiply in TF32, which is a thousand times coarser.
 
-    Nothing is tried inside a backward, which a recomputed layer runs in: the comparison runs a backward of its own on
-    the same device, and autograd has one thread for each, which waits for this call.
+    Nothing is tried inside a backward, where a recomputed layer runs: the comparison runs a backward of its own on the
+    same device, and autograd has one thread per device, which waits for this call.
     """
     if kind_of(inputs[0].device) in SLOW or inputs[0].dtype not in NARROW:
         return plain
@@ -101,7 +102,7 @@ def agrees(
     except ImportError as error:
         logger.warning("kernel %s is not installed (%s); what runs instead is slower. %s", name, error, _INSTALL_HINT)
         return False
-    except torch.OutOfMemoryError:  # says nothing of the kernel, and the answer would be kept for good
+    except torch.OutOfMemoryError:  # says nothing about the kernel, and the answer would be cached for good
         raise
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the formula works
         logger.warning("kernel %s refuses %s (%s); what runs instead is slower", name, inputs[0].dtype, error)

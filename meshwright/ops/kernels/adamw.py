@@ -1,8 +1,8 @@
 """AdamW (arXiv 1711.05101) in one pass: clips gradients as it reads them, and writes the weights for matmuls too.
 
 The formula is `AdamW.plain_update` of optim/adamw.py, after `_apply` of engine/engine.py has clipped the gradients.
-That pass reads and writes every gradient, 8 bytes a parameter in float32, and each forward casts the float32 weights
-again, 6 bytes. Here both are part of the update, which moves 28 bytes, and 2 for the copy.
+Clipping reads and writes every gradient, 8 bytes per parameter in float32, and each forward casts the float32 weights,
+6 bytes. Here both are part of the update, which moves 28 bytes, and 2 more for the cast copy.
 
 The norm stays on the device: where it is not finite nothing is written, so no host has to wait for it before the update
 is queued.
@@ -71,7 +71,7 @@ class Slice:
 
 
 def update(part: Slice, norm: Tensor, numbers: Update) -> None:
-    """Update a slice in place, with gradients clipped to `max_norm`. `norm` is of all gradients, on the device.
+    """Update a slice in place, with gradients clipped to `max_norm`. `norm` is that of all gradients, on the device.
 
     Where it is not finite, nothing is written.
     """

@@ -1,8 +1,8 @@
-"""Attention over chosen blocks of keys (Qwen4-Exp's QSA): each query reads the keys that it sees, and no others.
+"""Attention over chosen blocks of keys (Qwen4-Exp's QSA): each query reads only the keys that it sees.
 
-A query of one kv head is a tile of its query heads, which all see the same keys; it goes through its blocks with an
-online softmax (FlashAttention, arXiv 2205.14135). Backward goes through the queries of each block, in the order of the
-stream, so gradients of keys are summed in a fixed order and without atomic adds.
+One program serves a query and kv head: its tile is the query heads of that kv head, which all see the same keys. It
+visits the chosen blocks with an online softmax (FlashAttention, arXiv 2205.14135). Backward visits the queries of each
+block in the order of the stream, so gradients of keys are summed in a fixed order and without atomic adds.
 
 The formula is in ops/chosen_blocks.py, which stays the reference and the fallback: it computes all scores of a
 document. Shapes: T queries, S keys, B blocks of `size` tokens, b blocks that a query may choose; H query heads, G kv
@@ -43,7 +43,7 @@ def _load(at, rows, valid, stride, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def _seen_at(at, starts, count, tail, query, SIZE: tl.constexpr, N: tl.constexpr):
-    """Return the keys of a turn, and which of them exist: of the blocks from number `at` on, or at last the tail."""
+    """Return the keys of an iteration, and which exist: the blocks from number `at` on, or in the last one the tail."""
     n = tl.arange(0, N)
     block, is_tail = at + n // SIZE, at >= count
     chosen = (block < count) & (n < N // SIZE * SIZE)
@@ -66,7 +66,7 @@ def _outputs(
     largest = tl.full([RP], -float("inf"), tl.float32)
     total, sums = tl.zeros([RP], tl.float32), tl.zeros([RP, KP], tl.float32)
     PER: tl.constexpr = N // SIZE
-    for at in range(0, count + PER, PER):  # the last turn is that of the tail
+    for at in range(0, count + PER, PER):  # the last iteration takes the tail
         keys, valid = _seen_at(at, starts + t * b, count, tail, first + t, SIZE, N)
         k_NK = _load(k + g * K, keys, valid, G * K, K, KP)
         s = tl.where(valid[None, :], _scores(q_RK, k_NK, scale, PRECISION), -float("inf"))
@@ -87,7 +87,8 @@ def _query_gradients(
     q, k, v, starts, counts, tails, lse, d_o, delta, dq, first, scale, b, G, R: tl.constexpr, RP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one query, for the heads of one kv head. `delta`: of each output with its gradient."""
+    """Write the gradient of one query, for the heads of one kv head. `delta`: the product of each output with its
+    gradient."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, RP)
     heads = t * G * R + g * R + h
@@ -113,9 +114,9 @@ def _key_gradients(
     q, k, v, last, queries, ends, lse, d_o, delta, dk, dv, scale, G, R: tl.constexpr, RP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, SIZE: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the keys and values of one block, from the queries that have chosen it, in their order.
+    """Write the gradients of the keys and values of one block: sums over the queries that chose it, in their order.
 
-    `queries`: of all blocks one after the other; those of this block end at `ends[block]`.
+    `queries`: the queries of all blocks, block after block; those of this block end at `ends[block]`.
     """
     block, g = tl.program_id(0), tl.program_id(1)
     m, n, c = tl.arange(0, M), tl.arange(0, NP), tl.arange(0, KP)
@@ -171,7 +172,8 @@ def attend(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, seen: Seen) -> tuple[Ten
 def gradients(
     inputs: tuple[Tensor, Tensor, Tensor], seen: Seen, outputs: tuple[Tensor, Tensor], d_THK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; those of keys are sums in float32, rounded once. `outputs`: of `attend`."""
+    """Return the gradients of q, k and v; those of k and v are summed in float32 and rounded once. `outputs`: the
+    results of `attend`."""
     (q_THK, k_SGK, v_SGK), (o_THK, lse_TH), d_THK = map(dense, inputs), outputs, dense(d_THK)
     delta_TH = (o_THK.float() * d_THK.float()).sum(-1)
     dq_THK, scale, num_kv = torch.empty_like(q_THK), q_THK.shape[2] ** -0.5, k_SGK.shape[1]
@@ -197,7 +199,7 @@ def _sizes(q_THK: Tensor, k_SGK: Tensor) -> dict[str, Any]:
     """Return the constants that both passes are compiled for."""
     ratio, width = q_THK.shape[1] // k_SGK.shape[1], q_THK.shape[2]
     rows, columns = (max(_LEAST, triton.next_power_of_2(size)) for size in (ratio, width))
-    precision = "ieee" if q_THK.dtype == torch.float32 else "tf32"  # of float32 products alone
+    precision = "ieee" if q_THK.dtype == torch.float32 else "tf32"  # only applies to float32 products
     return {"R": ratio, "RP": rows, "K": width, "KP": columns, "PRECISION": precision}
 
 
@@ -205,7 +207,7 @@ def _queries_of_blocks(seen: Seen) -> tuple[Tensor, Tensor]:
     """Return the queries that have chosen each block, block after block and ascending, and where those of each end."""
     most = seen.starts_Tb.shape[1]
     is_chosen = torch.arange(most, device=seen.starts_Tb.device) < seen.counts_T[:, None]
-    # A stable sort by the first key keeps the order of the queries; what is not chosen goes behind all blocks.
+    # A stable sort by the first key keeps the order of the queries; unused places sort behind all blocks.
     beyond = torch.iinfo(torch.int32).max
     order = seen.starts_Tb.masked_fill(~is_chosen, beyond).flatten().sort(stable=True)
     firsts_B = (seen.last_B - (seen.size - 1)).int()
@@ -216,7 +218,7 @@ def _add_tails(
     dk_SGK: Tensor, dv_SGK: Tensor, inputs: tuple[Tensor, Tensor, Tensor], seen: Seen,
     of_queries: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Add what the keys behind the last block of each query get: one distance to the query after the other."""
+    """Add the gradients of the keys behind the last block of each query, for one distance to the query at a time."""
     (q_THK, k_SGK, v_SGK), (lse_TH, delta_TH, d_THK) = inputs, of_queries
     num, num_kv, scale = len(q_THK), k_SGK.shape[1], q_THK.shape[2] ** -0.5
     for back in range(seen.size - 1):

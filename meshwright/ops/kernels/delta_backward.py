@@ -1,13 +1,13 @@
 """Differentiate the gated delta rule in three Triton kernels, which follow those of `delta_forward` from last to first.
 
-With P_ij = do_i.u_j, and b = M^T du, the gradient of beta v, which also is that of the right-hand side of the system:
+Let P_ij = do_i.u_j. Let b = M^T du: the gradient of beta v, and of the right-hand side of the system. Then
 
     du = (q k^T * w)^T do + w_last k dS1       dS0 = d_last dS1 + (d q)^T do - W^T du
     dA = -b u^T below the diagonal             d(beta d k) = -b S0^T
     d(d q) = do S0                             d(q k^T * w) = P
 
-The gradient of a log decay g_t is a sum over what decays by it. A product of i and j that decays from j to i counts for
-t in j+1 .. i: it is added at i, taken off at j, and summed from the end of the chunk on.
+The gradient of a log decay g_t is a sum over all terms that decay by it. A product of i and j that decays from j to i
+counts for t in j+1 .. i: it is added at i, taken off at j, and summed from the end of the chunk on.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -41,7 +41,7 @@ def output_gradients(
 ):  # fmt: skip
     """Go back through `outputs`: write dq, and the shares of du, dk and dg that the other kernels add to.
 
-    dk is that of the unit vector, for each value head. dg is not yet summed over the tokens of the chunk.
+    dk is the gradient of the unit vector, for each value head. dg is not yet summed over the tokens of the chunk.
     """
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, head = n * C, n * H + h
@@ -91,8 +91,9 @@ def state_gradients(
 ):  # fmt: skip
     """Go back through `states`: write dS, the gradient of the state after each chunk, and complete du in its place.
 
-    Documents run side by side. The one that has the last token of a chunk writes what belongs to the chunk. To one that
-    ends earlier in the chunk, du is complete already, because none of its tokens reaches the state after it.
+    Documents run side by side. The one that has the last token of a chunk writes what belongs to the chunk. For a
+    document that ends earlier in the chunk du is already complete: none of its tokens reaches the state after the
+    chunk.
     """
     document, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     begin, end = tl.load(bounds + document).to(tl.int64), tl.load(bounds + document + 1).to(tl.int64)
@@ -135,7 +136,7 @@ def solved_gradients(  # noqa: PLR0915 - its tiles stay in registers from the fi
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go back through `prepare`: write dv and dbeta, and complete dk and dg with the shares that are there."""
+    """Go back through `prepare`: write dv and dbeta, and complete dk and dg by adding to their shares."""
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, head = n * C, n * H + h
     i, left = tl.arange(0, C), rows_left(num, start, C)
@@ -177,7 +178,7 @@ def solved_gradients(  # noqa: PLR0915 - its tiles stay in registers from the fi
     dg_at, inside = dg + (start + i) * H + h, i < left
     dg_C = tl.load(dg_at, mask=inside, other=0.0) + tl.sum(pairs, 1) - tl.sum(pairs, 0)
     dg_C = tl.cumsum(dg_C + beta_C * of_state, 0, reverse=True)
-    # What a token writes into the state after the chunk decays by the tokens after it, so it counts for those.
+    # A token's write into the state after the chunk decays by the tokens after it, so it counts for those tokens.
     dg_C += tl.cumsum(of_end, 0) - of_end + decay_through(g_C, position_C, C) * tl.sum(d_through_K, 0)
     tl.store(dg_at, dg_C, mask=inside)
     tl.store(dbeta + (start + i) * H + h, dbeta_C, mask=inside)

@@ -38,8 +38,9 @@ EPS = tl.constexpr(1e-6)  # of the norms, inside the root
 def inverse(A, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
     """Invert I + A for a strictly lower triangular A.
 
-    Diagonal blocks of B rows row by row, all blocks at once. What remains, E, is nilpotent in C / B = 4 blocks, so its
-    inverse is a sum of 4 powers. Powers of A itself would cancel: they are as large as binomial coefficients of C.
+    Diagonal blocks of B rows are inverted row by row, all blocks at once. The remainder E is nilpotent in C / B = 4
+    blocks, so its inverse is a sum of 4 powers. A sum of powers of A itself would cancel: they grow like binomial
+    coefficients of C.
     """
     i = tl.arange(0, C)
     same_block = (i[:, None] // B) == (i[None, :] // B)
@@ -98,8 +99,8 @@ def states(
 ):  # fmt: skip
     """Carry the state through the chunks of a document: write S, the state before each, and u in the place of U.
 
-    Documents run side by side. The one that has the first token of a chunk writes what belongs to the chunk. One that
-    begins later in the chunk only needs the state after it, and its own rows of W are 0: to it U is u already.
+    Documents run side by side. The one that has the first token of a chunk writes what belongs to the chunk. A document
+    that begins later in the chunk only needs the state after it. Its rows of W are 0, so its U already is u.
     """
     document, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     begin, end = tl.load(bounds + document).to(tl.int64), tl.load(bounds + document + 1).to(tl.int64)

@@ -1,8 +1,8 @@
 """Parts that the Triton kernels of the gated delta rule share: how they load tiles, and the decays of a chunk.
 
 No kernel transposes a tile in registers: Triton 3.4 to 3.7.0 miscompiles `dot(trans(x), y)` on Hopper where x is the
-result of a product (flash-linear-attention, issue 640). What is needed transposed is loaded transposed, or computed as
-a product of its own.
+result of a product (flash-linear-attention, issue 640). A tile that is needed transposed is loaded transposed, or
+computed as a separate product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -77,7 +77,7 @@ def load_positions(at, start, num, C: tl.constexpr):
 
 @triton.jit
 def masked_exp(sums, seen):
-    """Exponentiate where `seen`, else 0. Masked sums become 0 first: they may be such that exp overflows."""
+    """Exponentiate where `seen`, else 0. Masked sums become 0 first, because their exp may overflow."""
     return tl.where(seen, tl.exp(tl.where(seen, sums, 0.0)), 0.0)
 
 
@@ -113,7 +113,7 @@ def decay_from_start(g, position, C: tl.constexpr):
 def decay_to_end(next_g, position, C: tl.constexpr):
     """Compute the decay from each token to the end of the chunk, from the log decays of the tokens after each."""
     i = tl.arange(0, C)
-    after = tl.where(i < C - 1, next_g, 0.0)  # not the sum from i on less g_i, which loses digits where g_i is large
+    after = tl.where(i < C - 1, next_g, 0.0)  # not the sum from i minus g_i, which loses digits where g_i is large
     return masked_exp(tl.cumsum(after, 0, reverse=True), last(position, C) >= C - 1 - i)
 
 

@@ -1,10 +1,12 @@
 """Launch the Triton kernels of the gated delta rule, and put them under autograd.
 
-`from_state` runs a stream, or the part of it that a rank has, given the state before it. `state_map` tells beforehand
-what the part makes of any such state, so that no rank waits for the one before it: see `_part` in `ops/delta.py`.
+`from_state` runs a stream, or the part of it that a rank has, given the state before it. `state_map` computes the state
+after the part as a linear function of that state, so that no rank waits for the previous one: see `_part` in
+`ops/delta.py`.
 
-A weakness: between forward and backward a head keeps, beside its inputs, C + V + K numbers a token and a state a chunk,
-1,152 bytes a token for heads of 128 in bfloat16. Backward could make the states again, and would be slower.
+A weakness: between forward and backward each head keeps, in addition to its inputs, C + V + K numbers per token and a
+state per chunk, 1,152 bytes per token for heads of 128 in bfloat16. Backward could recompute the states, but would be
+slower.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ def from_state(inputs: Sequence[Tensor], stream: Stream, state_GRKV: Tensor | No
 
 
 def state_map(inputs: Sequence[Tensor], stream: Stream) -> Tensor:
-    """Compute [A | b] [G, R, K, K + V] in float32: rows like these turn the state S before them into A S + b.
+    """Compute [A | b] [G, R, K, K + V] in float32: these rows turn the state S before them into A S + b.
 
-    A is what they make of the identity without writing any values, b what they make of an empty state.
+    A is the result for the identity as state if no values are written, b the result for an empty state.
     """
     _, k_TGK, v_TGRV, g_TGR, beta_TGR = inputs
     K, (_, G, R, V) = k_TGK.shape[-1], v_TGRV.shape
@@ -168,10 +170,10 @@ class Operands:
         return _power_of_two(K), -(-V // _columns(V)) * _columns(V)
 
     def sizes(self, kernel: Any) -> dict[str, Any]:
-        """Return the keyword arguments of a launch: those of the sizes that a kernel takes, and its tuning."""
+        """Return the keyword arguments of a launch: the sizes that the kernel takes, and its tuning."""
         (KP, VP), (columns, num_warps, num_stages) = self.padded, TUNED[kernel]
         columns = min(columns, _columns(self.v.shape[-1]))
-        precision = "ieee" if self.v.dtype == torch.float32 else "tf32"  # of products of float32 numbers
+        precision = "ieee" if self.v.dtype == torch.float32 else "tf32"  # only applies to float32 products
         q, k, v = self.q, self.k, self.v
         known = {
             "num": len(v), "H": self.num_heads, "R": v.shape[2], "scale": k.shape[-1] ** -0.5, "q_stride": q.stride(0),
@@ -182,7 +184,7 @@ class Operands:
         return {**given, "num_warps": num_warps, "num_stages": num_stages}
 
     def solved(self, stream: Stream) -> Solved:
-        """Solve the systems of all chunks; leave S to the scan."""
+        """Solve the systems of all chunks; the scan fills S."""
         (KP, VP), chunks = self.padded, (self.num_chunks, self.num_heads)
         M, U, W = (self.v.new_empty(*chunks, CHUNK, width) for width in (CHUNK, VP, KP))
         q_norm, k_norm = (self.v.new_empty(*chunks, CHUNK, dtype=torch.float32) for _ in range(2))
@@ -215,7 +217,7 @@ class Operands:
         self, stream: Stream, solved: Solved, do: Tensor | None, d_last: Tensor | None, has_state: bool
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of q, k, v, g, beta and the state, given those of the outputs and of the last state."""
-        make = self.v.new_zeros if do is None else self.v.new_empty  # no outputs: their kernel leaves no shares
+        make = self.v.new_zeros if do is None else self.v.new_empty  # without do, no kernel writes the shares
         dU, dk = make(solved.U.shape), make(*self.v.shape[:3], self.k.shape[-1], dtype=torch.float32)
         dg = make(self.g.shape, dtype=torch.float32)
         dq = None if do is None else self._output_gradients(stream, solved, do, (dU, dk, dg))
@@ -267,7 +269,7 @@ class Operands:
 
 
 def _power_of_two(width: int) -> int:
-    """Return the least power of two that is no smaller; products have at least 16 columns."""
+    """Return the least power of two that is at least `width`, and at least 16, the least width of a product."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -277,7 +279,7 @@ def _columns(width: int) -> int:
 
 
 def _compiled(kernel: Any, V: int = 128, **flags: bool) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
-    """Describe a launch as published models make it: heads of 128 in bfloat16."""
+    """Describe a launch for published models: heads of 128 in bfloat16."""
     meta = [
         torch.empty(CHUNK, *shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 128), (1, 128), (1, 1, V))
     ]

@@ -1,11 +1,11 @@
 """Quantise to FP8 (E4M3) in blocks with one kernel: 1 x 128 of activations, 128 x 128 of weights (arXiv 2412.19437).
 
-The formula is in ops/fp8_matmul.py, which stays the reference and the fallback. It takes some 25 operations, and moves
-39 bytes an element; these kernels read an element and write its code. Codes and scales are equal to the bit, so nothing
-that depends on them can tell which of both ran.
+The formula is in ops/fp8_matmul.py, which stays the reference and the fallback. It takes some 25 operations and moves
+39 bytes per element; these kernels only read an element and write its code. Codes and scales are bitwise equal, so
+results do not depend on which of the two ran.
 
-E4M3 is rounded by integer arithmetic: conversions of the hardware begin with compute capability 8.9, and Triton's
-interpreter rounds toward zero.
+Integer arithmetic rounds to E4M3: hardware conversions need compute capability 8.9, and Triton's interpreter rounds
+toward zero.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -28,13 +28,13 @@ _ROW_WARPS, _MATRIX_WARPS = 4, 8
 def _e4m3(x):
     """Round to the nearest E4M3 number, ties to even. -> its code, uint8
 
-    NaN stays NaN, with its sign. What is larger than 448, the largest number, must not come.
+    NaN stays NaN, with its sign. The caller must not pass a magnitude above 448, the largest E4M3 number.
     """
     bits = x.to(tl.uint32, bitcast=True)
     sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     # Keep 3 bits of the mantissa; the exponent's bias of 127 becomes 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6 codes count steps of 2^-9, to which the sum with 2^14 is rounded.
+    # Below 2^-6 codes count steps of 2^-9; adding 2^14 rounds to these steps.
     subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)
     return (tl.where(magnitude > 0x7F800000, 0x7F, code) | sign).to(tl.uint8)
@@ -49,7 +49,7 @@ def _scale(largest, num_nans):
 
 @triton.jit
 def _code(x, scale):
-    """Divide by the scale and round; a quotient may exceed 448 by its own rounding. NaN fails both comparisons."""
+    """Divide by the scale and round; rounding may push a quotient above 448. NaN fails both comparisons."""
     x = tl.div_rn(x, scale)
     x = tl.where(x > 448.0, 448.0, x)
     return _e4m3(tl.where(x < -448.0, -448.0, x))
@@ -57,7 +57,8 @@ def _code(x, scale):
 
 @triton.jit(do_not_specialize=["M", "num_out"])
 def _quantise_rows(x, codes, scales, M, num_out, stride_m, stride_k, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Quantise rows of 128 columns. Rows from M to `num_out` are zeros; scales lie by column, as `scaled_mm` wants."""
+    """Quantise rows of 128 columns. Rows from M to `num_out` are zeros; scales are column-major, as `scaled_mm`
+    needs."""
     row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     col = block.to(tl.int64) * SIDE + tl.arange(0, SIDE)
     K = tl.num_programs(1) * SIDE
@@ -100,7 +101,7 @@ def _turn_blocks(codes, turned, SIDE: tl.constexpr):
 
 
 def quantised_rows(x_MK: Tensor, num_padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantise activations, and `num_padding` rows of zeros behind them.
+    """Quantise activations, followed by `num_padding` rows of zeros.
 
     -> codes [M + padding, K], scales [M + padding, K / 128], which lie by column
     """

@@ -1,9 +1,9 @@
-"""Multiply the rows of each expert by its matrix, and rows by rows for its gradient: one launch for all experts.
+"""Grouped GEMM for MoE experts in one launch: rows by the expert's matrix, and rows by rows for its gradient.
 
 The formula is the loop of ops/experts.py, which stays the reference and the fallback. The loop copies the numbers of
-rows to the host; here they stay on the device, and grids are those of the worst case. Tile `begin // ROWS + expert` is
-the first of an expert whose rows begin at `begin`: before the next expert's first one there is room for all of its
-tiles. Where none is needed, the program ends at once.
+rows to the host; here they stay on the device, and the grid covers the worst case. Tile `begin // ROWS + expert` is the
+first of an expert whose rows begin at `begin`; all its tiles fit before the first tile of the next expert. A program
+without a tile ends at once.
 
 Products are summed in float32, in an order that depends on the shapes alone, and rounded once.
 """
@@ -30,7 +30,7 @@ _LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 @triton.jit
 def _expert_of(tile, ends, num_experts, ROWS: tl.constexpr, SEARCHED: tl.constexpr):
-    """Return the expert of a tile: how many experts have all of their tiles before it."""
+    """Return the expert of a tile: the number of experts whose tiles all lie before it."""
     expert = 0
     for begin in range(0, num_experts, SEARCHED):
         at = begin + tl.arange(0, SEARCHED)
@@ -44,7 +44,8 @@ def _by_matrices(
     x, weight, ends, y, num_experts, K, C, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows [N, K] by matrices [E, K, C]. `BY_COLUMN`: they lie as [E, C, K]. Columns of a tile go first."""
+    """Multiply rows [N, K] by matrices [E, K, C]. `BY_COLUMN`: matrices are stored as [E, C, K]. Column tiles vary
+    fastest."""
     num_across = tl.cdiv(C, COLUMNS)
     tile = tl.program_id(0) // num_across
     expert = _expert_of(tile, ends, num_experts, ROWS, SEARCHED)
@@ -53,7 +54,7 @@ def _by_matrices(
     end = tl.load(ends + expert, mask=known, other=0)
     first = begin + (tile - begin // ROWS - expert) * ROWS
     if first < end:
-        # Scalars count in 64 bits, and offsets within a tile in 32: half of the registers.
+        # Scalars are 64-bit, but offsets within a tile 32-bit, which takes half of the registers.
         left = (tl.program_id(0) % num_across) * COLUMNS
         row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
         in_rows, in_columns = row < end - first, col < C - left
@@ -75,7 +76,7 @@ def _by_matrices(
 
 @triton.jit(do_not_specialize_on_alignment=["ends"])
 def _by_rows(d, x, ends, out, R, C, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
-    """Multiply rows of an expert, [n, R] transposed, by others, [n, C]: zeros where it has none. -> [E, R, C]"""
+    """Multiply the rows d of an expert, [n, R], transposed, by its rows x, [n, C]; zeros without rows. -> [E, R, C]"""
     num_across = tl.cdiv(C, COLUMNS)
     num_tiles = tl.cdiv(R, HEIGHT) * num_across
     expert, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -96,7 +97,8 @@ def _by_rows(d, x, ends, out, R, C, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """Multiply by groups, called as torch's `grouped_mm`. Groups end at `offs`, int32, and the last ends with the rows.
+    """Multiply by groups, with the signature of torch's `grouped_mm`. Groups end at `offs`, int32, and the last ends
+    with the rows.
 
     a [N, K], b [E, K, C] -> [N, C]: the rows of each group by its matrix.
     a [R, N], b [N, C] -> [E, R, C]: the columns of each group by its rows, zeros where it has none.

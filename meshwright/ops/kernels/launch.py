@@ -1,8 +1,8 @@
 """Launch Triton kernels on the device of their tensors, and only as their trials have compiled them.
 
-Triton compiles a kernel once for addresses and numbers that are multiples of 16, once for others, and once more for
-the number 1. What a trial has shown of one says nothing of another. So a kernel gets tensors laid out as in its trial;
-sizes that decide are in the key of the gate, and what decides nothing is marked `do_not_specialize`.
+Triton compiles a kernel once for addresses and numbers that are multiples of 16, once for all others, and once more for
+the number 1. A trial of one variant says nothing about another. So a kernel gets tensors laid out as in its trial;
+sizes that select a variant are in the key of the gate, and all others are marked `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dense(x: Tensor) -> Tensor:
 def dense_rows(x: Tensor) -> Tensor:
     """Return x if its rows are dense, else a dense copy.
 
-    Rows of a multiple of 16 elements may lie at any such distance: the kernel compiled for them is that of dense ones.
+    If the width and the stride of rows are multiples of 16 elements, the compiled variant is that of dense rows.
     """
     if not len(x):
         return x

@@ -1,8 +1,8 @@
 """Logits: statistics of each row in one pass (online softmax, arXiv 1805.02867), and their gradient in place in one.
 
-The formula is in ops/loss.py, which stays the reference and the fallback. It moves some 66 bytes a logit between memory
-and the processors, for the float32 results between its operations; these kernels move 6. Logits still exist, a chunk of
-tokens at a time: Cut Cross-Entropy (arXiv 2411.09009) makes them anew in registers, for products that are slower than
+The formula is in ops/loss.py, which stays the reference and the fallback. It moves some 66 bytes per logit to and from
+memory, because each operation writes a float32 result; these kernels move 6. Logits still exist in memory, a chunk of
+tokens at a time: Cut Cross-Entropy (arXiv 2411.09009) recomputes them in registers, but its products are slower than
 those of cuBLAS.
 """
 
@@ -48,7 +48,7 @@ def _token_stats(
         rescale = tl.exp(largest - shift)
         if ENTROPY:
             moved = tl.where(largest == -float("inf"), 0.0, (largest - shift) * total)
-            # The formula gives NaN for a logit of -inf, so only what is beyond the row counts as 0.
+            # The formula gives NaN for a logit of -inf, so only places beyond the row count as 0.
             weighted = rescale * (weighted + moved) + tl.sum(tl.where(at < V, exp * (x - shift), 0.0), 0)
         total = rescale * total + tl.sum(exp, 0)
         largest = higher

@@ -1,7 +1,7 @@
-"""Sum the k rows of each token while reading them: no sorted copy of all rows between.
+"""MoE combine: sum the k rows of each token while reading them, without a sorted copy of all rows.
 
-The formula is `sum_rows` of ops/rows.py, which stays the reference and the fallback. It copies the N = k T rows to the
-order of tokens first, and reads that copy: 6 bytes an element in bfloat16 where this kernel moves 2.
+The formula is `sum_rows` of ops/rows.py, which stays the reference and the fallback. It first copies the N = k T rows
+into the order of tokens, then reads that copy: 6 bytes per element in bfloat16, where this kernel moves 2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +29,7 @@ def _sum_rows(y, at, sums, D, stride, NUM: tl.constexpr, B: tl.constexpr):
 
 
 def sum_rows(y_ND: Tensor, at_N: Tensor, num: int) -> Tensor:
-    """Sum `num` rows a token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
+    """Sum `num` rows per token: those at `at_N`, where the indices of a token lie side by side. -> x_TD"""
     y_ND = dense_rows(y_ND)
     num_tokens, width = len(at_N) // num, y_ND.shape[1]
     sums_TD = y_ND.new_empty(num_tokens, width)

@@ -1,7 +1,7 @@
-"""The gate of Meshwright's own elementwise kernels: each is compared with its formula on the device it is to run on.
+"""The gate of Meshwright's own elementwise kernels: compare each with its formula on its device.
 
-`fastest` is the gate of kernels that compute on documents. These work on rows, blocks or elements. A kernel passes
-a trial once a process for each kind of input, or is not used, and a warning says so once.
+`fastest` is the gate of kernels that compute on documents. The kernels here work on rows, blocks or elements. A kernel
+must pass one trial per process for each kind of input; otherwise it is not used, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _passed: dict[Hashable, bool] = {}
 
 
 def agrees(kernel: str, kind: Hashable, device: torch.device, trial: Trial, most: float) -> bool:
-    """Return whether a kernel may run on a device: whether both results of `trial` agree there, compared once a kind.
+    """Return whether a kernel may run on a device: whether both results of `trial` agree there, compared once per kind.
 
     `trial` returns what the kernel computes and what its formula does. `most` bounds how far each tensor may be off,
-    relative to its norm; 0.0 demands equal bits. `kind`: what the kernel is compiled for, where `launch` does not see
-    to it. Waits for the device. It may be called in a backward, so `trial` runs no autograd.
+    relative to its norm; 0.0 demands equal bits. `kind`: the properties of the input that the kernel is compiled for,
+    apart from those that `launch` ensures. Waits for the device. It may be called in a backward, so `trial` runs no
+    autograd.
 
-    A layer that is compiled as a whole keeps the formula, which the compiler fuses.
+    A layer under torch.compile keeps the formula, which the compiler fuses.
     """
     if device.type in SLOW or torch.compiler.is_compiling():
         return False
@@ -52,7 +53,8 @@ def _compare(kernel: str, trial: Trial, most: float) -> bool:
 
 
 def distance(result: Tensor, expected: Tensor) -> float:
-    """Return |result - expected| / |expected|: 0.0 for equal bits, infinite where they differ in what is not finite."""
+    """Return |result - expected| / |expected|: 0.0 for equal bits, infinite where they differ in their values that are
+    not finite."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return float("inf")
     if torch.equal(_bits(result), _bits(expected)):

@@ -1,7 +1,7 @@
-"""Write zeros to the gradients of experts without rows, and touch no other.
+"""Zero the weight gradients of experts without rows, and touch no other gradient.
 
 The formula is `without_unused` of ops/experts.py, which stays the reference and the fallback: it reads and writes the
-gradients of all experts. Programs of this kernel read a count, and end where it is not 0.
+gradients of all experts. Each program of this kernel reads the count of its expert, and ends if it is not 0.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -25,8 +25,8 @@ class Suspect:
 
     `summed`: the axes of more than one rank over which it should be summed. `retried`: by axes, the gradient summed
     over them once more. `aux`: the part of the right one that comes from the router's aux loss. `sharded`: the axes
-    over which FSDP reduces it; its reductions cannot be repeated, so `retried` covers only the others. `last`: it alone
-    is wrong, and only the loss comes after it.
+    over which FSDP reduces it; its reductions cannot be repeated, so `retried` covers only the others. `last`: only
+    this gradient is wrong, and only the loss comes after it.
     """
 
     gradient: Tensor
@@ -57,8 +57,8 @@ def cause_of(s: Suspect) -> tuple[str, str]:
 def _guess(s: Suspect, actual: Tensor, reference: Tensor, norm: float) -> str:
     """Return the first mistake that explains the gradient.
 
-    From the most to the least specific, because a gradient that an exact factor explains is often close to other
-    mistakes too: averaged over two ranks and "one rank's share" both give about half of it.
+    Mistakes are tried from the most to the least specific, because a gradient that an exact factor explains is often
+    close to other mistakes too: an average over two ranks and "one rank's share" both give about half of it.
     """
     if not actual.any():
         return "it is zero, nothing flows back to it, as when a value is detached or a collective has no backward"
@@ -79,7 +79,7 @@ def _guess(s: Suspect, actual: Tensor, reference: Tensor, norm: float) -> str:
         return "it is tied, as when the embedding or the head gives it no gradient"
     if s.last:
         return "all others are right, and it is the last before the loss: look at the chunks of ops/loss.py"
-    # Nothing fits. Name what no attempt could exclude: FSDP's own reductions, and the backward of doors.
+    # No mistake fits. Name those that could not be tried: FSDP's own reductions, and the backward of doors.
     over = [axis for axis in s.summed if axis in s.sharded]
     missing = f"a sum over {' or '.join(over)} is missing, or " if over else ""
     doors = [a for a in ("tp", "ep") if s.axes.size_of(a) > 1]
@@ -94,8 +94,8 @@ def _close(a: Tensor, b: Tensor, norm: float | None = None) -> bool:
 def scale(ratio: float, axes: Axes, summed: Sequence[str] = _AXES) -> str:
     """Explain a factor by the size of an axis.
 
-    `summed`: the axes to consider. With fsdp=2,tp=2 a factor of 2 fits both, so the axes over which this gradient is
-    summed come first, and all are named that fit.
+    `summed`: the axes to consider. With fsdp=2,tp=2 a factor of 2 fits both. So all axes that fit are named, those over
+    which this gradient is summed first.
     """
     sizes = {a: axes.size_of(a) for a in summed if axes.size_of(a) > 1} or {
         a: axes.size_of(a) for a in _AXES if axes.size_of(a) > 1
@@ -112,8 +112,8 @@ def scale(ratio: float, axes: Axes, summed: Sequence[str] = _AXES) -> str:
 def _mixture(actual: Tensor, reference: Tensor, aux: Tensor) -> str:
     """Express a gradient as a times that of the loss plus b times that of the router's aux loss; else return "".
 
-    The two come by different paths: the aux loss is pooled over ranks and micro-batches by the router, the loss is
-    divided by the targets of the step. So one of them may be counted too often while the other is right.
+    The two take different paths: the aux loss is pooled over ranks and micro-batches by the router, the loss is divided
+    by the targets of the step. So one of them may be counted too often while the other is right.
     """
     both = torch.stack([reference - aux, aux], 1)
     a, b = torch.linalg.lstsq(both, actual[:, None]).solution.flatten().tolist()
@@ -132,7 +132,7 @@ def cause_of_loss(
     divisor: float,
     axes: Axes,
 ) -> str:
-    """Guess why the loss is wrong although the forward pass is right: by what it was divided.
+    """Guess why the loss is wrong although the forward pass is right, from what it may have been divided by.
 
     `aux`: the router's part of the reference. `sums`: sums of terms and of weights, by data rank and batch. `divisor`:
     what the engine divides by. A sum over the step divided once is the right loss; the usual mistakes divide each rank
@@ -154,7 +154,7 @@ def cause_of_loss(
     }
     main = reference - aux  # each guess is of the loss without the aux loss, which has another divisor
     for what, guess in guesses.items():
-        # With one data rank or one micro-batch some mistakes give the right loss, and so explain nothing.
+        # With one data rank or one micro-batch some mistakes still give the right loss, so they explain nothing.
         if abs(loss - aux - guess) <= 1e-6 * abs(guess) < abs(main - guess):
             return what
     if aux and abs(loss - reference) <= 0.5 * abs(main):

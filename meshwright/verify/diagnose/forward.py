@@ -22,7 +22,7 @@ from ...engine import Model, logits, logprobs
 from ...models import Embedding
 from ...sharding import Door, find_doors
 
-RIGHT = 1 << 30  # in place of the index of a wrong submodule, where none is wrong: larger than every index
+RIGHT = 1 << 30  # stands for "no submodule is wrong": larger than every index
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ForwardRecord:
 
 
 def scores_of(model: Model, documents: Any) -> Tensor:
-    """Return what a head gives for each token: log-probabilities of labels, or the values of a value head."""
+    """Return a head's output for each token: log-probabilities of labels, or the values of a value head."""
     return (logits if "values" in model.blueprint.scores else logprobs)(model, documents)
 
 
@@ -63,8 +63,8 @@ def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tower_parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules of a vision tower. Their outputs have rows of patches, or of four of them, not of tokens,
-    and a rank has only those of the frames that it runs."""
+    """Yield the submodules of a vision tower. A row of their outputs is a patch, or four patches after the merger, not
+    a token; a rank has only rows of the frames that it runs."""
     for stage in model.parts:
         if (tower := stage.tower) is not None:
             yield from (("tower.patches", tower.patches), ("tower.merger", tower.merger))
@@ -87,7 +87,7 @@ def recorded_forward(
             out = out[0] if isinstance(out, tuple) else out
             if not isinstance(out, Tensor):
                 return
-            # Cosines of integers: no two coefficients are equal, so features that change places show.
+            # Cosines of integers: no two coefficients are equal, so swapped features show.
             wave = torch.arange(out.shape[-1], device=out.device, dtype=torch.float64).cos()
             record.fingerprints[name] = out.detach().double() @ wave
 
@@ -111,11 +111,12 @@ def recorded_forward(
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """The first submodule whose output is wrong on any rank. `leak`: tokens that no document precedes are right."""
+    """The first submodule whose output is wrong on any rank. `leak`: document 0, which no document precedes, is
+    right."""
 
     part: str
     leak: bool
-    ratio: float  # to the right output, where that is one number; else NaN
+    ratio: float  # of the wrong output to the right one, if it is the same number everywhere; else NaN
 
 
 def first_wrong(

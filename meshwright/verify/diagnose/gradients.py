@@ -1,4 +1,4 @@
-"""Diagnose a set of wrong gradients: the axes of their parameters, what they share, how near to the loss they are.
+"""Diagnose a set of wrong gradients: the axes of their parameters, a common property, the distance to the loss.
 
 One wrong gradient says little; the set of wrong ones says much. If exactly the parameters that tp splits are wrong,
 look at tp. If exactly those before some layer are wrong, look at the backward pass of that layer.
@@ -25,7 +25,7 @@ def suspects(
 
     Every rank calls it, since it reduces and gathers; `wrong` is filled on rank 0 alone.
     """
-    # Repeat the reductions, over each axis and over all: a missing one then gives the right gradient.
+    # Repeat the reductions, over each axis and over all: where one was missing, this gives the right gradient.
     again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
     over_all = _summed_again(model, set(_live(model)))
     made_of, order = blocks_by_key(model.table, model.keymap.choice), list(model.table.params)
@@ -59,9 +59,9 @@ def _axes(model: Model, name: str) -> set[str]:
 
 
 def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
-    """Gather the gradients as if copies were summed over `axes` once more. The model's own stay as they are.
+    """Gather the gradients as if copies were summed over `axes` once more. The model's own gradients stay unchanged.
 
-    Only copies: what FSDP has reduced and sharded holds other rows on each rank, which must not be added up.
+    Only copies are summed: shards that FSDP has reduced hold different rows on each rank, which must not be added up.
     """
     originals = {}
     for name, grad in model.grads().items():
@@ -91,7 +91,7 @@ def _explaining_axes(model: Model, wrong: set[str]) -> list[str]:
 
 
 def common_property(model: Model, made: Mapping[str, Suspect], grads: Mapping[str, Tensor]) -> str:
-    """Return what all wrong gradients, and no others, share: a kind of parameter, or a place in the model."""
+    """Return a property that only the wrong gradients share: a kind of parameter, or a place in the model."""
     made_of = blocks_by_key(model.table, model.keymap.choice)
     wrong = {made_of[key][0][0].name for key in made}
     used = {made_of[key][0][0].name for key, grad in grads.items() if grad.any()}
@@ -101,8 +101,8 @@ def common_property(model: Model, made: Mapping[str, Suspect], grads: Mapping[st
 def _kind(model: Model, wrong: set[str], used: set[str]) -> str:
     """Return the kind of parameters that is wrong as a whole, while all others are right.
 
-    Parameters without a gradient in this step are neither, so they do not count. If everything is wrong, no kind is
-    named: every kind would do.
+    Parameters without a gradient in this step are neither wrong nor right, so they do not count. If everything is
+    wrong, no kind is named, because every kind would fit.
     """
     kinds = {"the float32 parameters": {p.name for p in model.table if p.float32}}
     for axis in _live(model):
@@ -121,8 +121,8 @@ def _broken_backward(model: Model, wrong: set[str], used: set[str]) -> str:
             parts.setdefault(_part(name), []).append(name in wrong)
     all_wrong = [part for part, each in parts.items() if all(each)]
     behind = list(parts)[len(all_wrong) :]
-    # At least two parts in a row from the input, or it may be chance; and nothing wrong after the break but in the part
-    # itself, of which some gradients come before the break and some after.
+    # At least two parts in a row from the input must be wrong, or it may be chance. After the break nothing may be
+    # wrong, except in the part of the break itself: it has gradients before and after the break.
     if len(all_wrong) < 2 or not behind or all_wrong != list(parts)[: len(all_wrong)]:
         return ""
     if any(any(parts[part]) for part in behind[1:]):
