@@ -101,7 +101,7 @@ class SaveJob:
     def _run(self, rank_files: RankFiles, staged: deque[WriteAction], agreement: StoreAgreement) -> None:
         """Write, and keep a failure for the next call that checks for one."""
         try:
-            # No progress bar here: it would overwrite that of training.
+            # No progress bar: it would overwrite that of training.
             with quiet():
                 # Writes are popped, so that each copy is freed as soon as it is on its way to disk.
                 rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)

@@ -170,7 +170,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _has_product(x: Tensor, weight_EOI: Weight) -> bool:
-    """Return whether kernels/grouped_matmul.py multiplies here: on an accelerator where it agrees with the formula."""
+    """Return whether kernels/grouped_matmul.py multiplies: on an accelerator where it agrees with the formula."""
     if x.dtype not in NARROW:
         return False
     # Try one width of each kind: the kernel is compiled for the tile, and for whether 16 divides the width.

@@ -139,7 +139,7 @@ class _Channel:
             self.sock.sendall(struct.pack("<Q", len(data)) + data)
 
     def hear(self) -> dict[str, Any]:
-        """Return the next message. An error that the other process reports is raised here."""
+        """Return the next message. Raise the error that the other process reports."""
         (length,) = struct.unpack("<Q", self._exactly(8))
         message: dict[str, Any] = json.loads(self._exactly(length))
         if "error" in message:

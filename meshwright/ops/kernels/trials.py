@@ -1,6 +1,6 @@
 """The gate of Meshwright's own elementwise kernels: compare each with its formula on its device.
 
-`fastest` is the gate of kernels that compute on documents. The kernels here work on rows, blocks or elements. A kernel
+`fastest` is the gate of kernels that compute on documents. These kernels work on rows, blocks or elements. A kernel
 must pass one trial per process for each kind of input; otherwise it is not used, and a warning says so once.
 """
 
