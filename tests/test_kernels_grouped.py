@@ -44,7 +44,7 @@ def surrounded(x):
 
 @pytest.fixture(autouse=True)
 def results(monkeypatch):
-    """What kernels write to: NaN where nothing is written."""
+    """Collect the results that kernels write: NaN where nothing is written."""
     made, real = [], torch.Tensor.new_empty
 
     def filled(x, *shape, **options):

@@ -334,7 +334,7 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
 
 
 def test_the_odd_one_out_comes_first() -> None:
-    """Of ranks that all wait: seven at one collective, and one at another."""
+    """All ranks wait: seven at one collective, and one at another."""
     where = {rank: at(WAITS, "the loss" if rank == 5 else "the norm") for rank in range(8)}
     later = {rank: at(WAITS, each.at, 14.0, 8.0) for rank, each in where.items()}
     assert re.match(r"rank 5: .*the loss.*ranks 0-4, 6-7: .*the norm", diagnose(where, later, "host", 600.0))

@@ -1,4 +1,4 @@
-"""What a rank may use: its share of the machine, and of device and host each for itself."""
+"""Memory limits: ranks share the host of a machine; device and host memory are limited separately."""
 
 from __future__ import annotations
 

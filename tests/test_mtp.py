@@ -16,12 +16,9 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import parallel
-from meshwright.blueprint import Blueprint
 from meshwright.engine.mtp import MtpData, mtp_data
 from meshwright.models import Want
-from meshwright.plan.step_time import flops_of
-from meshwright.recipe import Lora, MemoryOptions, Pipeline, Recipe
-from meshwright.sharding.stages import costs_of
+from meshwright.recipe import Lora, MemoryOptions, Pipeline
 from tests import mtp_reference, parts, tiny, trials, worlds
 from tests.words import words
 
@@ -418,24 +415,6 @@ def test_files_with_a_part_of_a_head_are_refused(root: Path, tmp_path: Path) -> 
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(mw.MissingKey, match=r"mtp\.fc\.weight"):
         _first(source, mtp="head")
-
-
-# --- plans ---
-
-
-@pytest.mark.parametrize(("mode", "operations"), [("head", 4), ("all", 6)])
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5 tied"])
-def test_a_plan_puts_the_second_vocabulary_product_on_the_last_stage(family: str, mode: str, operations: int) -> None:
-    config = tiny.of(family.removesuffix(" tied"), **({"tie_word_embeddings": True} if "tied" in family else {}))
-    one, two = (Blueprint.of(config, recipe=Recipe(mtp=each)) for each in ("carried", mode))
-    head = [param for param in two.table if param.name.startswith("head.mtp.") and param.cols]
-    active = {p.name: p.numel * (3 / 8 if "expert" in p.dims else 1) for p in head}
-    product, norms = 131 * 36, sum(p.numel for p in two.table if p.name.startswith("head.mtp.") and not p.cols)
-    (_, last), (layers, more) = costs_of(one.table, one.module), costs_of(two.table, two.module)
-    assert more - last == pytest.approx(sum(active.values()) + norms + product)
-    assert layers == costs_of(one.table, one.module)[0]
-    flops = [flops_of(each, each.table.params.keys()).per_token for each in (one, two)]
-    assert flops[1] - flops[0] == pytest.approx(6 * sum(active.values()) + operations * product)
 
 
 # --- checkpoints ---

@@ -170,7 +170,7 @@ def test_every_oracle_holds(source_of: Callable[[str], Path], mesh: dict[str, in
 
 @dataclass(frozen=True, kw_only=True)
 class InBatches(mw.Muon):
-    """What an accelerator does: three matrices of a size a call, which are five of a rank, or two."""
+    """Compute three matrices of one size per call, as an accelerator does, where a rank has five of them, or two."""
 
     def matrices_per_call(self, like: Tensor) -> int:
         return 3 if like.numel() < 2000 else 1

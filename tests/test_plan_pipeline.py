@@ -15,8 +15,10 @@ from meshwright.engine.step_bill import engine_bill
 from meshwright.memory.simulate import most_held
 from meshwright.plan import Figures, objections, plan_page, work_of
 from meshwright.plan.pipeline_timing import pipeline_notes, place_lines, timetable
+from meshwright.plan.step_time import flops_of
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import GRADIENTS
+from meshwright.sharding.stages import costs_of
 from tests import tiny
 from tests.pages import Read
 from tests.test_plan import planned
@@ -209,3 +211,18 @@ def test_a_page_of_much() -> None:
         words("8,192 actions are too many", "one of 8 places on pp", "one of 2 such replicas"), result.text
     )
     assert len([title for title in result.titles if title.startswith("rank ")]) == 64
+
+
+@pytest.mark.parametrize(("mode", "operations"), [("head", 4), ("all", 6)])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5 tied"])
+def test_the_last_stage_has_the_second_vocabulary_product_of_mtp(family: str, mode: str, operations: int) -> None:
+    config = tiny.of(family.removesuffix(" tied"), **({"tie_word_embeddings": True} if "tied" in family else {}))
+    one, two = (Blueprint.of(config, recipe=Recipe(mtp=each)) for each in ("carried", mode))
+    head = [param for param in two.table if param.name.startswith("head.mtp.") and param.cols]
+    active = {p.name: p.numel * (3 / 8 if "expert" in p.dims else 1) for p in head}
+    product, norms = 131 * 36, sum(p.numel for p in two.table if p.name.startswith("head.mtp.") and not p.cols)
+    (_, last), (layers, more) = costs_of(one.table, one.module), costs_of(two.table, two.module)
+    assert more - last == pytest.approx(sum(active.values()) + norms + product)
+    assert layers == costs_of(one.table, one.module)[0]
+    flops = [flops_of(each, each.table.params.keys()).per_token for each in (one, two)]
+    assert flops[1] - flops[0] == pytest.approx(6 * sum(active.values()) + operations * product)

@@ -66,6 +66,6 @@ def test_compiled_code_is_recorded() -> None:
 
 
 def test_only_collectives_are_in_the_namespace_that_is_recorded() -> None:
-    """Whatever is defined as `meshwright::...` is recorded as a collective; operations of a device are elsewhere."""
+    """The recorder takes each operation of `meshwright::` for a collective, so kernels have another namespace."""
     ours = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("meshwright::")}
     assert ours == {"meshwright::all_gather", "meshwright::reduce_scatter"}

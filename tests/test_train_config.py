@@ -422,7 +422,7 @@ def test_a_rate_that_would_jump_in_a_longer_run(
 
 
 def test_a_rate_that_rises_in_a_longer_run() -> None:
-    """Whatever the schedule: a finished cosine that gets more steps goes back up."""
+    """A finished cosine that gets more steps goes back up, and so does any other schedule that decays."""
     cosine = OptimSection(schedule="cosine", lr=2e-3, warmup=0, final=0.0)
     assert rate_rise(cosine, 100, 200, 100) == "from 4.93e-07 to 0.001"
     assert rate_rise(cosine, 100, 100, 90) == rate_rise(cosine, 100, 80, 60) == ""

@@ -366,7 +366,7 @@ def test_labels_are_shown_by_name(
 
 
 def test_scores_are_kept_apart_by_all_that_they_depend_on(tmp_path: Path) -> None:
-    """Of a reference model its weights and how it computes; of a teacher the data and how much of them."""
+    """Scores of a reference model depend on its weights and how it computes, a teacher's on the data and the steps."""
     plain = reference_scores.Reference(tmp_path, Recipe(), "w")
     changes: list[dict[str, Any]] = [
         dict(dtype=torch.float32), dict(fp8="block"), dict(fp8="block", fp8_skip=("*.o",)), dict(frozen="nf4"),

@@ -173,8 +173,8 @@ class Optimizer(ABC):
         )
 
     def charges(self, trained: Iterable[Param], rules: Rules, axes: Axes, rank: int, itemsize: int) -> list[Charge]:
-        """Return the collectives that an update adds to the bill of a step. `trained`: the parameters of which a rank
-        holds pieces."""
+        """Return the collectives that an update adds to the bill of a step. `trained`: the parameters that a rank
+        stores pieces of."""
         whole = [param for param in trained if self.updates_whole(param)]
         if not whole or prod(axes.sizes(STAGE)) == 1:
             return []

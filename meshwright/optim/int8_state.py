@@ -179,7 +179,7 @@ def seed_of(name: str, which: int, step: int) -> int:
 def is_quantised(param: Param) -> bool:
     """Return whether 8-bit state would quantise a parameter: a matrix with a whole block in each row. The answer is the
     same on every mesh. Narrower matrices, vectors and adapters would save little, and one adapter whose blocks tp cuts
-    would make the whole run fail. Tables of which a step updates only some rows stay wide."""
+    would make the whole run fail. Tables stay wide, since a step updates only some of their rows."""
     return bool(param.cols) and param.matrix[1] >= BLOCK and not (param.adapter or param.by_rows)
 
 

@@ -4,7 +4,7 @@ The two all-to-alls of GShard (arXiv:2006.16668), without its expert capacity: n
 special rule. Each expert's rows from all data ranks come to its one owner, so the gradient is complete. A factor of ep
 that is applied, or forgotten, elsewhere makes expert gradients ep times too large (pytorch#160285, Megatron-LM#5956).
 
-Shapes, for T own tokens, k experts per token, R ranks, E experts of which E/R are local:
+Shapes, for T own tokens, k experts per token, R ranks, E experts, E/R of them local:
 
   x_TD  --sort by expert-->  x_ND (N = T k)  --all-to-all-->  received rows, by source rank
         --sort by local expert-->  grouped matmul  --inverse sort, all-to-all-->  y_ND  --weighted sum-->  y_TD

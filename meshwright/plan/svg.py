@@ -38,7 +38,7 @@ class Blocks:
     """The layout of the picture: one replica, whose ranks are drawn in blocks of consecutive ranks.
 
     `width`: cells in a row of a block. `cells`: ranks of a block. `num_ranks`: the ranks of the replica at one place on
-    pp, of which the first `shown` are drawn. `firsts`: the first rank of each drawn place on pp.
+    pp; only the first `shown` are drawn. `firsts`: the first rank of each drawn place on pp.
     """
 
     width: int

@@ -125,8 +125,8 @@ class BlockScan:
         return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
 
     def read_scales(self) -> None:
-        """Read the source's scales of all keys, including keys of which this rank stores no part, so that all ranks
-        choose equally."""
+        """Read the source's scales of all keys, including keys that this rank stores no part of, so that all ranks
+        make the same choice."""
         for key in self.amax:
             if not self.scales[key].form and (reader := self.source_reader(key)) is not None:
                 self.source_scales[key] = reader.scales(key)
