@@ -18,6 +18,10 @@ from ..provenance import untried
 from ..watch import RAISED, Watch, position
 from .part import agree, is_part, own_store, refuse_eager
 
+# Processes that start together still import from disks of different speed, so they meet later than they will at any
+# collective: a `timeout_s` below this holds only from then on.
+START = datetime.timedelta(seconds=60)
+
 
 def device_of(wanted: str | torch.device | None) -> torch.device:
     """Return the device of this rank, by LOCAL_RANK where there are several, or explain why it cannot be used."""
@@ -84,6 +88,8 @@ def _set_unless_known(names: tuple[str, ...], value: str) -> str:
 def join(device: torch.device, timeout: datetime.timedelta, ranks: tuple[int, ...], eager: bool) -> None:
     """Join or start the process group, and start the heartbeat of this rank. `ranks`: the global ranks of the mesh.
 
+    Joining waits for `timeout`, but at least for `START`; all groups of the mesh wait for `timeout`.
+
     `eager`: make NCCL's communicators at once, each split off the first. Otherwise its first collective makes a
     communicator, within that collective's timeout. Pipelines must not be eager: torch then queues all transfers of a
     rank on one stream, the sends to one neighbour behind the receives from the other, and stages that send both ways
@@ -98,7 +104,7 @@ def join(device: torch.device, timeout: datetime.timedelta, ranks: tuple[int, ..
         backend = dist.get_default_backend_for_device(device)
         if "WORLD_SIZE" in os.environ:
             device_id = device if eager and device.type == "cuda" else None
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            dist.init_process_group(backend, timeout=max(timeout, START), device_id=device_id)
         else:
             alone = torch._C._distributed_c10d.HashStore()
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
