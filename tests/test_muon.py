@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from meshwright.axes import Axes
@@ -35,7 +37,9 @@ MESHES: list[dict[str, int]] = [
 ]  # fmt: skip
 FEW = MESHES if parts.ALL else [MESHES[0], dict(cp=2), *MESHES[8:]]  # all axes, each with another one
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp")
-STEEP = 30.0  # as oracle G1 allows for a gradient through a root near 0, whose last digits rounding decides
+# The gate of n-grams takes the root of a score. Its slope at a score s changes as s ** -1.5, which amplifies rounding.
+# Meshes round differently, so 1e-12 needs data whose scores stay away from 0. Half of 16 seeds have one below 3.3e-4.
+SEED, LEAST_SCORE = 6, 4e-4
 Whole = Mapping[str, Tensor]
 
 
@@ -112,7 +116,27 @@ def trained(source: Path, mesh: dict[str, int], optimizer: mw.Muon, **options: A
 def four_batches(engine: mw.Engine, step: int) -> list[mw.Batch]:
     """Return this data rank's part of four micro-batches, the same four on every mesh."""
     rank, num = engine.model.mesh.data_rank, engine.model.mesh.num_data_ranks
-    return [batch for each in range(4) for batch in Data(num=1)(each, step)][rank * 4 // num : (rank + 1) * 4 // num]
+    batches = [batch for each in range(4) for batch in Data(num=1, seed=SEED)(each, step)]
+    return batches[rank * 4 // num : (rank + 1) * 4 // num]
+
+
+class GateScores(TorchFunctionMode):
+    """Record the least score of the gates of n-grams."""
+
+    least = math.inf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clamp_min and args[1:] == (1e-6,):  # as models/ngram_embedding.py keeps its root from 0
+            self.least = min(self.least, float(args[0].min()))
+        return func(*args, **(kwargs or {}))
+
+
+def trained_alone(source: Path, optimizer: mw.Muon) -> dict[str, Tensor]:
+    with GateScores() as scores:
+        whole = trained(source, {}, optimizer)
+    assert (scores.least < math.inf) == any("ple." in key for key in whole)
+    assert scores.least > LEAST_SCORE
+    return whole
 
 
 def families_on(mesh: dict[str, int]) -> list[str]:
@@ -125,7 +149,7 @@ def of_one_process(source_of: Callable[[str], Path]) -> Callable[[str, torch.dty
 
     def expected(name: str, dtype: torch.dtype | None) -> Whole:
         if (name, dtype) not in made:
-            [made[name, dtype]] = worlds.run(1, trained, source_of(name), {}, mw.Muon(matrix_dtype=dtype))
+            [made[name, dtype]] = worlds.run(1, trained_alone, source_of(name), mw.Muon(matrix_dtype=dtype))
         return made[name, dtype]
 
     return expected
@@ -146,8 +170,7 @@ def test_weights_and_momenta_are_those_of_one_process(
     for (name, dtype), results in worlds.in_turn(trials.world_of(mesh), cases, seconds=240).items():
         expected, actual = of_one_process(name, dtype), results[0]
         off = {key: float((actual[key] - whole).abs().max()) for key, whole in expected.items()}
-        for key in off:
-            assert off[key] < (STEEP if re.search(r"ple\.(key|norm_key|norm_query)", key) else 1.0) * 1e-12, key
+        assert {key: amount for key, amount in off.items() if not amount < 1e-12} == {}
         assert off.keys() == actual.keys()
         matrices = [key for key in off if f"exp_avg of {key}" in off and f"exp_avg_sq of {key}" not in off]
         assert len(matrices) > 60
