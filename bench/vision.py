@@ -4,9 +4,9 @@
     python -m bench.vision --ranks 1 --rounds 9 --append
 
 The text model is that of bench/step.py, 8 layers of width 512; the vision encoder has 6 blocks of width 384. Documents
-have 1024 tokens, of which two pictures take 128 (512 patches). Each rank has its own, in float32. On two ranks, the
+have 1024 tokens, of which two images take 128 (512 patches). Each rank has its own, in float32. On two ranks, the
 peer is transformers' model in torch's DistributedDataParallel. `words alone` runs the same model on 1024 text tokens,
-which shows what pictures cost. `without a tower` runs the text model on them, which shows what an idle encoder costs.
+which shows what images cost. `without a tower` runs the text model on them, which shows what an idle encoder costs.
 Contenders alternate in one run; times are medians of the slower rank.
 """
 
@@ -57,7 +57,7 @@ Made = tuple[list[int], list[tuple[Tensor, tuple[int, int, int]]]]
 
 
 def document(seed: int, *, sees: bool) -> Made:
-    """Make a document of text tokens, with two pictures in it if it `sees`."""
+    """Make a document of text tokens, with two images in it if it `sees`."""
     g = torch.Generator().manual_seed(seed)
     words = torch.randint(PLACE, (TOKENS,), generator=g).tolist()
     if not sees:
@@ -74,11 +74,11 @@ def make(recipe: Path) -> None:
 
 def ours(directory: Path, ranks: int, *, sees: bool, tower: bool = True) -> Step:
     model = mw.load(directory, mw.Mesh(fsdp=ranks, device="cpu"), dtype=torch.float32, tower=tower)
-    engine, (tokens, pictures) = mw.Engine(model, lr=1e-3), document(1 + model.mesh.data_rank, sees=sees)
-    images = {"images": [pictures], "placeholders": [PLACE]} if pictures else {}
+    engine, (tokens, images) = mw.Engine(model, lr=1e-3), document(1 + model.mesh.data_rank, sees=sees)
+    shown = {"images": [images], "placeholders": [PLACE]} if images else {}
 
     def step() -> float:
-        loss = engine.backward([mw.pack([tokens], **images)])
+        loss = engine.backward([mw.pack([tokens], **shown)])
         engine.discard()
         return loss
 
@@ -87,12 +87,12 @@ def ours(directory: Path, ranks: int, *, sees: bool, tower: bool = True) -> Step
 
 def peer(directory: Path, ranks: int) -> Step:
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
-    tokens, pictures = document(1 + (dist.get_rank() if ranks > 1 else 0), sees=True)
+    tokens, images = document(1 + (dist.get_rank() if ranks > 1 else 0), sees=True)
     ids = torch.tensor([tokens])
     inputs = {
         "input_ids": ids, "mm_token_type_ids": (ids == PLACE).long(), "use_cache": False,
-        "labels": ids.masked_fill(ids == PLACE, -100), "pixel_values": torch.cat([each for each, _ in pictures]),
-        "image_grid_thw": torch.tensor([GRID] * len(pictures)),
+        "labels": ids.masked_fill(ids == PLACE, -100), "pixel_values": torch.cat([each for each, _ in images]),
+        "image_grid_thw": torch.tensor([GRID] * len(images)),
     }  # fmt: skip
     run = model if ranks == 1 else DistributedDataParallel(model)
 
@@ -148,7 +148,7 @@ def compare(ranks: int, rounds: int) -> list[str]:
     share = ratio([1 - w / m for w, m in zip(words, own, strict=True)])
     summary = (
         f"| | transformers by meshwright {ratio([b / a for a, b in zip(own, other, strict=True)])}; "
-        f"pictures take {share} of a step; words alone by the text model "
+        f"images take {share} of a step; words alone by the text model "
         f"{ratio([a / b for a, b in zip(words, text, strict=True)])} | | | |"
     )
     return [*rows, summary]

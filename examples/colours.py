@@ -1,9 +1,9 @@
-"""Fine-tune a tiny vision-language model on generated pictures, on two processes, and let transformers ask it.
+"""Fine-tune a tiny vision-language model on generated images, on two processes, and let transformers ask it.
 
     python -m examples.colours                # a minute on 2 cores: no GPU, no download
 
 Read it from `main` at the bottom. You would bring the run file and the data that it writes: chats with messages that
-name a picture by its path.
+name an image by its path.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TOWER = {
     "model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 48, "num_heads": 4, "intermediate_size": 96,
     "patch_size": 16, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
 }  # fmt: skip
-PROCESSOR = {  # Qwen3-VL's, for smaller pictures
+PROCESSOR = {  # Qwen3-VL's, for smaller images
     "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "size": {"shortest_edge": 32 * 32, "longest_edge": 64 * 64},
 }  # fmt: skip
@@ -68,7 +68,7 @@ fsdp = 2
 [[data]]
 path = "chats.jsonl"
 [train]
-tower = true                # trains the vision encoder too; without it, pictures are refused
+tower = true                # trains the vision encoder too; without it, images are refused
 length = 256
 tokens_per_step = 2048
 epochs = 8
@@ -110,11 +110,11 @@ def make_tokenizer(out: Path) -> PreTrainedTokenizerFast:
 def draw(dice: random.Random) -> tuple[Image.Image, str]:
     """Draw a shape at a random place on white, and return it with the name of its colour."""
     colour, size = dice.choice(list(COLOURS)), (dice.randint(40, 90), dice.randint(40, 90))
-    picture = Image.new("RGB", size, "white")
+    image = Image.new("RGB", size, "white")
     left, top = (dice.randint(2, side // 3) for side in size)
     box = (left, top, left + size[0] // 2, top + size[1] // 2)
-    getattr(ImageDraw.Draw(picture), dice.choice(SHAPES))(box, fill=COLOURS[colour])
-    return picture, colour
+    getattr(ImageDraw.Draw(image), dice.choice(SHAPES))(box, fill=COLOURS[colour])
+    return image, colour
 
 
 def question(*content: Any) -> dict[str, Any]:
@@ -123,27 +123,25 @@ def question(*content: Any) -> dict[str, Any]:
 
 def make_chats(folder: Path, num: int) -> None:
     dice, rows = random.Random(1), []
-    (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "images").mkdir(exist_ok=True)
     for number in range(num):
-        picture, colour = draw(dice)
-        picture.save(folder / "pictures" / f"{number}.png")
-        shown = {"type": "image", "image": f"pictures/{number}.png"}  # relative to the folder of chats.jsonl
+        image, colour = draw(dice)
+        image.save(folder / "images" / f"{number}.png")
+        shown = {"type": "image", "image": f"images/{number}.png"}  # relative to the folder of chats.jsonl
         rows.append({"messages": [question(shown), {"role": "assistant", "content": colour}]})
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def answers(export: Path, num: int) -> list[tuple[str, str]]:
-    """Let transformers' own model answer about new pictures. Return each answer with the right one."""
+    """Let transformers' own model answer about new images. Return each answer with the right one."""
     model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32)
     tokenizer, processor = AutoTokenizer.from_pretrained(export), Qwen2VLImageProcessorPil.from_pretrained(export)
     dice = random.Random(2)
-    return [
-        (answer(model, tokenizer, processor, picture), colour) for picture, colour in (draw(dice) for _ in range(num))
-    ]
+    return [(answer(model, tokenizer, processor, image), colour) for image, colour in (draw(dice) for _ in range(num))]
 
 
-def answer(model: Any, tokenizer: Any, processor: Any, picture: Image.Image) -> str:
-    inputs = processor(picture, return_tensors="pt")
+def answer(model: Any, tokenizer: Any, processor: Any, image: Image.Image) -> str:
+    inputs = processor(image, return_tensors="pt")
     places = int(inputs["image_grid_thw"].prod()) // 4
     text = tokenizer.apply_chat_template([question({"type": "image"})], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text.replace(MARKS[0], MARKS[0] * places), return_tensors="pt")["input_ids"]
@@ -162,7 +160,7 @@ def main(out: Path, num: int) -> float:
     results = answers(out / "run" / "export", 20)
     right = sum(given == expected for given, expected in results)
     print("\n".join(f"{expected:6} {given}" for given, expected in results[:5]))
-    print(f"{right} of {len(results)} new pictures are named rightly")
+    print(f"{right} of {len(results)} new images are named rightly")
     return right / len(results)
 
 
@@ -171,7 +169,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--out", type=Path, help="where to write everything (default: a temporary folder, removed at the end)"
     )
-    parser.add_argument("--num", type=int, default=600, help="pictures to train on")
+    parser.add_argument("--num", type=int, default=600, help="images to train on")
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp())
     (folder / "recipe").mkdir(parents=True)

@@ -276,7 +276,7 @@ class Recipe:
         "**", "Patterns of the parameters that are trained; all others are frozen.", command=False, fixed=True,
     )  # fmt: skip
     tower: bool = option(
-        False, "Train the vision encoder too, as `train` says; batches may then hold pictures and videos. Otherwise "
+        False, "Train the vision encoder too, as `train` says; batches may then hold images and videos. Otherwise "
         "its weights are kept unchanged.", fixed=True,
     )  # fmt: skip
     mtp: str = option(

@@ -243,7 +243,7 @@ def refused(engine: Any, parallel: Any) -> dict[str, str]:
         return plain(*args)
 
     acts: dict[str, Callable[[], Any]] = {
-        "pictures": lambda: engine.forward({**given, "multi_modal_input": [{"pixel_values": 1}] * 4 if rank else [{}]}),
+        "images": lambda: engine.forward({**given, "multi_modal_input": [{"pixel_values": 1}] * 4 if rank else [{}]}),
         "gap": lambda: engine.forward(gap),
         "mask": lambda: engine.forward({"input_ids": given["input_ids"]}),
         "lengths": lambda: engine.forward(given, output_seqlens=[1, 2, 3, 4]),

@@ -37,7 +37,7 @@ LONGEST = (
     "test_engine", "test_weights", "test_4_bit_files", "test_reports", "test_plan", "test_frozen", "test_verify_lora",
     "test_state_dict", "test_state", "test_docs", "test_vision_planted", "test_value_heads", "test_context",
     "test_long_contexts", "test_plants", "test_demo", "test_killed", "test_train_live", "test_lora",
-    "test_verify_peer", "test_train_loop", "test_train_pictures", "test_qwen4_meshes", "test_checkpoint_power",
+    "test_verify_peer", "test_train_loop", "test_train_images", "test_qwen4_meshes", "test_checkpoint_power",
     "test_kernels_compile",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Tiny models with a tower, of odd sizes, and documents with pictures for them."""
+"""Tiny models with a tower, of odd sizes, and documents with images for them."""
 
 from __future__ import annotations
 
@@ -87,16 +87,16 @@ def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, turned
 
 
 Grid = tuple[int, int, int]
-Made = tuple[list[int], list[tuple[torch.Tensor, Grid]]]  # tokens of a document, and its pictures
+Made = tuple[list[int], list[tuple[torch.Tensor, Grid]]]  # tokens of a document, and its images
 PATCH = 3 * 2 * 4 * 4  # numbers of a patch
 
 
 def document(*parts: int | Grid, seed: int = 0, touching: bool = False) -> Made:
-    """Words (so many) and pictures (time, height, width in patches). A video has a run for each slice, words between.
-    `touching`: no token stands between pictures, nor around them."""
+    """Words (so many) and images (time, height, width in patches). A video has a run for each slice, words between.
+    `touching`: no token stands between images, nor around them."""
     g = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
-    pictures = []
+    images = []
     for part in parts:
         if isinstance(part, int):
             tokens += torch.randint(IMAGE, (part,), generator=g).tolist()
@@ -106,8 +106,8 @@ def document(*parts: int | Grid, seed: int = 0, touching: bool = False) -> Made:
         for _ in range(time):
             words = torch.randint(IMAGE, (2 * (time > 1),), generator=g).tolist()  # what would be a time
             tokens += [*words, *run] if touching else [*words, START, *run, END]
-        pictures.append((torch.randn(time * height * width, PATCH, generator=g), part))
-    return tokens, pictures
+        images.append((torch.randn(time * height * width, PATCH, generator=g), part))
+    return tokens, images
 
 
 DOCUMENTS: dict[str, Made] = {

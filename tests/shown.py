@@ -1,4 +1,4 @@
-"""A tiny vision-language model with tokenizer, template and processor, and chats with drawn pictures."""
+"""A tiny vision-language model with tokenizer, template and processor, and chats with drawn images."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def source(at: Path, name: str = "qwen3_vl", **changes: Any) -> Path:
 
 def drawn(at: Path, colour: str, width: int = 24, height: int = 16) -> Path:
     """A square of a colour on white."""
-    picture = Image.new("RGB", (width, height), "white")
-    ImageDraw.Draw(picture).rectangle((width // 4, height // 4, width // 2, height // 2), fill=COLOURS[colour])
-    picture.save(at)
+    image = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(image).rectangle((width // 4, height // 4, width // 2, height // 2), fill=COLOURS[colour])
+    image.save(at)
     return at
 
 
 def chats(folder: Path, num: int = 60, seed: int = 0) -> Path:
-    """Write chats about colours, without a picture, with one or with two."""
+    """Write chats about colours, without an image, with one or with two."""
     dice, rows = random.Random(seed), []
     (folder / "drawn").mkdir(exist_ok=True)
     for number in range(num):

@@ -91,7 +91,7 @@ def test_what_is_forgotten_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert ask(chat, "Hello?") == ""
     with pytest.raises(mw.DataError, match="holds the special token"):
         ask(chat, "<|im_end|>")
-    with pytest.raises(mw.StateError, match="takes no pictures"):
+    with pytest.raises(mw.StateError, match="takes no images"):
         chat.show("a.png")
     answer = chat.answers("Why?")
     begun = next(answer) + next(answer)
@@ -161,7 +161,7 @@ def test_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(sys, "stdin", stdin)
     result = main(["chat", "nowhere"])
     shown = capsys.readouterr()
-    assert "/image needs the path of a picture" in shown.err
+    assert "/image needs the path of an image" in shown.err
     assert result == (0 if on_terminal else 2)
     assert shown.out == ("one\ntwo\nthree\n" if on_terminal else "one\ntwo\n")
     assert says.asked[1].count("user") == 2

@@ -1,4 +1,4 @@
-"""The example of a vision-language model, with few pictures."""
+"""The example of a vision-language model, with few images."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def test_the_example_runs(tmp_path: Path) -> None:
     (tmp_path / "new" / "recipe").mkdir(parents=True)
     with Started([str(tmp_path / "new")], main=run_example) as started:
         assert started.end(220) == 0, started.output
-    assert "of 20 new pictures are named rightly" in started.output
+    assert "of 20 new images are named rightly" in started.output

@@ -357,7 +357,7 @@ def test_json_is_exact_and_says_what_made_it(capsys: Capture) -> None:
         "num_batches": 2,
         "compute_bytes": 2,
         "stored_bytes": 4,
-        "pictures": [],
+        "images": [],
         "frozen": [],
         "numbers": [],
     }

@@ -1,4 +1,4 @@
-"""Pictures and videos by path: sizes, patches and texts as transformers makes them, and what is refused."""
+"""Images and videos by path: sizes, patches and texts as transformers makes them, and what is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_patches_are_those_of_transformers(directory: Path, tmp_path: Path, mode
     reference = Qwen2VLImageProcessorPil.from_pretrained(directory)
     for number, size in enumerate(SIZES):
         file = noise(tmp_path / f"{number}.png", *size, mode)
-        view = processor(directory, tmp_path).picture(file.name)
+        view = processor(directory, tmp_path).image(file.name)
         expected = reference(Image.open(file), return_tensors="pt")
         assert list(view.grid) == expected["image_grid_thw"][0].tolist()
         local = (processor(directory, tmp_path).pixels(view).float() - 127.5) / 127.5
@@ -78,28 +78,28 @@ def test_sizes_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "gif", "bmp", "tiff"])
-def test_a_picture_that_was_cut_off(directory: Path, tmp_path: Path, kind: str) -> None:
+def test_an_image_that_was_cut_off(directory: Path, tmp_path: Path, kind: str) -> None:
     """It is refused by the row that names it, and not by the step that shows it. Bytes after its end are no harm."""
     file, result = noise(tmp_path / f"a.{kind}", 90, 90), processor(directory, tmp_path)
     whole = file.read_bytes()
-    result.pixels(result.picture(file.name))
+    result.pixels(result.image(file.name))
     file.write_bytes(whole + bytes(9000))
-    result.pixels(result.picture(file.name))
+    result.pixels(result.image(file.name))
     file.write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(mw.DataError, match=rf"a\.{kind} cannot be read as a picture"):
-        result.picture(file.name)
+    with pytest.raises(mw.DataError, match=rf"a\.{kind} cannot be read as an image"):
+        result.image(file.name)
 
 
 @pytest.mark.parametrize(("way", "above"), [(5, 0), (6, 0), (7, 1), (8, 1)])
-def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
+def test_an_image_is_turned_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
     """A camera that was held on its side says so in the file; 5 and 7 are mirrored too."""
-    picture = Image.new("RGB", (32, 8), "white")
-    picture.paste((0, 0, 0), (0, 0, 16, 8))
+    image = Image.new("RGB", (32, 8), "white")
+    image.paste((0, 0, 0), (0, 0, 16, 8))
     about = Image.Exif()
     about[0x0112] = way
-    picture.save(tmp_path / "a.png", exif=about)
+    image.save(tmp_path / "a.png", exif=about)
     result = processor(directory, tmp_path)
-    view = result.picture("a.png")
+    view = result.image("a.png")
     assert view.grid == (1, 8, 2)
     half = result.pixels(view).view(2, -1)
     assert half[above].float().mean() < 10  # the half that is black, above or below
@@ -107,7 +107,7 @@ def test_a_picture_is_turned_upright(directory: Path, tmp_path: Path, way: int, 
 
 
 def test_a_video_says_its_times(directory: Path) -> None:
-    """The times are of the file's own pictures, not of those that are taken."""
+    """The times are of the file's own frames, not of those that are taken."""
     view = View(("a",), (2, 4, 4), 1, "", (0, 7, 20), 10.0)
     assert view.times == pytest.approx(Qwen3VLProcessor._calculate_timestamps(None, [0, 7, 20], 10.0))
     run = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
@@ -130,14 +130,14 @@ def as_mp4(at: Path, num: int, fps: int) -> Path:
     with av.open(str(at), "w") as container:
         stream = container.add_stream("mpeg4", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        for picture in moving(at, num):
-            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        for image in moving(at, num):
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     return at
 
 
 @pytest.mark.parametrize("kind", ["gif", "mp4"])
-def test_pictures_of_a_video_are_taken_evenly(directory: Path, tmp_path: Path, kind: str) -> None:
+def test_frames_of_a_video_are_taken_evenly(directory: Path, tmp_path: Path, kind: str) -> None:
     file = {"gif": as_gif, "mp4": as_mp4}[kind](tmp_path / f"a.{kind}", 30, 10)
     result = processor(directory, tmp_path)
     view = result.video(file.name, None)
@@ -150,7 +150,7 @@ def test_pictures_of_a_video_are_taken_evenly(directory: Path, tmp_path: Path, k
     assert processor(directory, tmp_path, fps=5.0).video(file.name, None).grid[0] == 8  # 15, the last shown twice
 
 
-def test_a_video_as_pictures(directory: Path, tmp_path: Path) -> None:
+def test_a_video_as_images(directory: Path, tmp_path: Path) -> None:
     names = [shown.drawn(tmp_path / f"{at}.png", colour).name for at, colour in enumerate(("red", "green", "blue"))]
     result = processor(directory, tmp_path)
     view = result.video(names, 4.0)
@@ -169,15 +169,15 @@ def naming(at: Path) -> Path:
 
 
 REFUSED = {
-    "no file": (lambda p, at: p.picture("none.png"), "there is no file"),
-    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "not a local path"),
-    "no picture": (lambda p, at: p.picture("a.txt"), "cannot be read as a picture"),
+    "no file": (lambda p, at: p.image("none.png"), "there is no file"),
+    "an address": (lambda p, at: p.image("https://example.com/a.png"), "not a local path"),
+    "no image": (lambda p, at: p.image("a.txt"), "cannot be read as an image"),
     "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
     "a playlist": (lambda p, at: p.video(naming(at / "a.m3u8").name, None), r"a\.m3u8 cannot be .*MP4, MOV, .*MPEG"),
     "a list of files": (lambda p, at: p.video(naming(at / "b.mp4").name, None), r"b\.mp4 cannot be .*MP4, MOV, "),
-    "too oblong": (lambda p, at: p.picture(noise(at / "long.png", 1, 300).name), "aspect ratio above 200"),
+    "too oblong": (lambda p, at: p.image(noise(at / "long.png", 1, 300).name), "aspect ratio above 200"),
     "no fps": (lambda p, at: p.video(["b.png", "b.png"], None), '"fps"'),
-    "one picture": (lambda p, at: p.video(["b.png"], 2.0), "give two or more"),
+    "one image": (lambda p, at: p.video(["b.png"], 2.0), "give two or more"),
 }
 
 
@@ -205,19 +205,19 @@ def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: 
     if change is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**shown.IMAGE_SETTINGS, **change}))
     with pytest.raises(mw.DataError, match=what):
-        processor(tmp_path, tmp_path).picture("b.png")
+        processor(tmp_path, tmp_path).image("b.png")
 
 
 def test_a_file_of_both_processors(tmp_path: Path) -> None:
     """transformers writes this file now."""
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": shown.IMAGE_SETTINGS}))
     noise(tmp_path / "b.png", 8, 8)
-    assert processor(tmp_path, tmp_path).picture("b.png").grid == (1, 2, 2)
+    assert processor(tmp_path, tmp_path).image("b.png").grid == (1, 2, 2)
 
 
-def test_a_picture_that_has_changed(directory: Path, tmp_path: Path) -> None:
+def test_an_image_that_has_changed(directory: Path, tmp_path: Path) -> None:
     file, result = noise(tmp_path / "b.png", 8, 8), processor(directory, tmp_path)
-    view = result.picture("b.png")
+    view = result.image("b.png")
     noise(file, 16, 16)
     with pytest.raises(mw.DataError, match=r"had .* bytes when the data were read"):
         result.pixels(view)
@@ -229,18 +229,18 @@ def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mod
     clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     clear.paste((0, 0, 0, 255), (16, 16, 32, 48))
     clear.convert(mode).save(tmp_path / "a.png")
-    pixels = processor(directory, tmp_path).pixels(processor(directory, tmp_path).picture("a.png")).float()
+    pixels = processor(directory, tmp_path).pixels(processor(directory, tmp_path).image("a.png")).float()
     assert 200 < pixels.mean() < 250
 
 
 def test_names_that_no_file_can_have(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match="not a valid path"):
-        processor(directory, tmp_path).picture("a" * 5000)
+        processor(directory, tmp_path).image("a" * 5000)
 
 
 def test_a_damaged_clip(directory: Path, tmp_path: Path) -> None:
-    pictures = [Image.new("RGB", (64, 64), (n * 40, 0, 0)) for n in range(4)]
-    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:], duration=100)
+    images = [Image.new("RGB", (64, 64), (n * 40, 0, 0)) for n in range(4)]
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:], duration=100)
     whole = (tmp_path / "a.gif").read_bytes()
     for stop in range(10, len(whole), 7):
         (tmp_path / "b.gif").write_bytes(whole[:stop])

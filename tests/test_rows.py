@@ -366,7 +366,7 @@ def test_a_template_must_be_a_small_text(tmp_path: Path) -> None:
 
 
 def png(file: Path, width: int, height: int) -> Path:
-    """The header of a large picture, which needs no more bytes."""
+    """The header of a large image, which needs no more bytes."""
     chunks = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
         (b"IDAT", zlib.compress(b"")),
@@ -379,7 +379,7 @@ def png(file: Path, width: int, height: int) -> Path:
     return file
 
 
-def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
+def test_images_that_no_processor_needs(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
@@ -389,7 +389,7 @@ def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
     )
-    with pytest.raises(mw.DataError, match=r"b.png cannot be read as a picture: it is none of PNG, JPEG"):
+    with pytest.raises(mw.DataError, match=r"b.png cannot be read as an image: it is none of PNG, JPEG"):
         vision_files.size_of(tmp_path / "b.png")
 
 

@@ -25,7 +25,7 @@ from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lin
 from meshwright.train.failure import Failure
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.processes import Ended
-from tests.pictures import BEGAN, run_state, step_line
+from tests.screenshot import BEGAN, run_state, step_line
 from tests.started import Started, forked_ranks, gone, listening
 from tests.test_train import chats, file_of, source
 

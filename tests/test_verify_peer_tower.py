@@ -62,7 +62,7 @@ def test_the_tower_is_that_of_transformers(tmp_path: Path, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", parts.every(4, seeing.ODD, 1))
 def test_in_every_step(tmp_path: Path, family: str) -> None:
-    """Few tokens have no picture, and a gradient of the tower is zero there. Two families have the same tower."""
+    """Few tokens have no image, and a gradient of the tower is zero there. Two families have the same tower."""
     counts = check_clean(compared_with_transformers(tmp_path, family, whole=True), family)
     num_eyes = 8 if "vl" in family else 4
     assert counts["parts of the forward"] == 3 * NUM_PARTS[family] - num_eyes
@@ -136,20 +136,20 @@ def runs_of(document: list[int], places: tuple[int, int]) -> Iterator[tuple[int,
 
 
 @pytest.mark.parametrize("step", [0, LONG_STEP])
-def test_no_two_pictures_touch(step: int) -> None:
+def test_no_two_images_touch(step: int) -> None:
     """transformers would take them for one."""
     data = Data(vocab=131, long=LONG, vision=Vision(120, 121, 96), apart=True)
-    for documents, pictures in zip(data.documents(0, step), data.pictures(0, step), strict=True):
-        for document, seen in zip(documents, pictures, strict=True):
+    for documents, images in zip(data.documents(0, step), data.images(0, step), strict=True):
+        for document, seen in zip(documents, images, strict=True):
             sizes = [height * width // 4 for _, (time, height, width) in seen for _ in range(time)]
             assert [b - a for a, b in runs_of(document, (120, 121))] == sizes
 
 
-def test_pictures_are_bytes_and_numbers() -> None:
+def test_images_are_bytes_and_numbers() -> None:
     """`meshwright train` reads bytes, and other processors give numbers."""
     data = Data(vocab=131, long=LONG, vision=Vision(120, 121, 96))
-    made = {step: [d for docs in data.pictures(1, step) for d in docs] for step in (0, LONG_STEP)}
+    made = {step: [d for docs in data.images(1, step) for d in docs] for step in (0, LONG_STEP)}
     kinds = {step: {pixels.dtype for document in result for pixels, _ in document} for step, result in made.items()}
     assert kinds == {0: {torch.uint8, torch.float32}, LONG_STEP: set()}
-    (pixels, _), *_ = next(document for document in data.pictures(0, LONG_STEP)[0] if document)
+    (pixels, _), *_ = next(document for document in data.images(0, LONG_STEP)[0] if document)
     assert pixels.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The tower, positions and pictures of documents, against transformers; and refusals."""
+"""The tower, positions and images of documents, against transformers; and refusals."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def inputs(made: Made) -> dict[str, Any]:
-    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it gets ours:
+    """A document as transformers takes it. It cannot find the positions of images that touch, so it gets ours:
     those of all other documents are compared with its own."""
-    tokens, pictures = made
+    tokens, images = made
     ids, batch = torch.tensor([tokens]), seeing.packed_of([made])
     kinds = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
     out = {"input_ids": ids, "mm_token_type_ids": kinds, "use_cache": False}
     out["position_ids"] = turns_of(batch.bounds, batch.frames).T[:, None]
     names = {True: ("pixel_values", "image_grid_thw"), False: ("pixel_values_videos", "video_grid_thw")}
     for still, (pixels, grids) in names.items():
-        of_kind = [(each, grid) for each, grid in pictures if (grid[0] == 1) == still]
+        of_kind = [(each, grid) for each, grid in images if (grid[0] == 1) == still]
         if of_kind:
             out[pixels] = torch.cat([each for each, _ in of_kind])
             out[grids] = torch.tensor([grid for _, grid in of_kind])
@@ -85,11 +85,11 @@ def test_positions_are_those_of_transformers() -> None:
 
 
 def test_positions_as_the_rule_says() -> None:
-    """Three words and a start, a picture of 4 x 6 patches, a video of 2 slices of 4 x 4, words; then a second
+    """Three words and a start, an image of 4 x 6 patches, a video of 2 slices of 4 x 4, words; then a second
     document, which begins at 0."""
     first = [1, 2, 3, START, *[IMAGE] * 6, END, 4, 5, 6, START, *[VIDEO] * 4, END, 7, START, *[VIDEO] * 4, END, 8, 9]
-    pictures = [(torch.zeros(24, 96), (1, 4, 6)), (torch.zeros(32, 96), (2, 4, 4))]
-    batch = mw.pack([first, [1, 2]], images=[pictures, []], placeholders=(IMAGE, VIDEO))
+    images = [(torch.zeros(24, 96), (1, 4, 6)), (torch.zeros(32, 96), (2, 4, 4))]
+    batch = mw.pack([first, [1, 2]], images=[images, []], placeholders=(IMAGE, VIDEO))
     time, height, width = batch.docs.turns_T3.T.tolist()
     assert time == [*range(4), *[4] * 6, *range(7, 12), *[12] * 4, *range(14, 17), *[17] * 4, *range(19, 22), 0, 1]
     assert height[4:10] == [4, 4, 4, 5, 5, 5]
@@ -162,13 +162,13 @@ def reference_outputs(name: str) -> Outputs:
     loss.backward()
     every = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
     grads = tiny.in_parts(every)
-    rows = [torch.cat(each).detach()[_pictures_first().argsort()] for each in zip(*seen, strict=True)]
+    rows = [torch.cat(each).detach()[_images_first().argsort()] for each in zip(*seen, strict=True)]
     norms = _of_small_numbers(model.model.visual, nn.LayerNorm)
     return Outputs(rows, norms, torch.cat(logits).detach(), loss.item(), grads)
 
 
-def _pictures_first() -> Tensor:
-    """The numbers of our rows as transformers has them: of each document those of pictures, then those of videos."""
+def _images_first() -> Tensor:
+    """The numbers of our rows as transformers has them: of each document those of images, then those of videos."""
     batch = seeing.packed(DOCS)
     of_document = torch.arange(len(DOCS)).repeat_interleave(torch.tensor(batch.docs.lengths))
     is_place = (batch.tokens == IMAGE) | (batch.tokens == VIDEO)
@@ -269,52 +269,52 @@ def test_an_unloaded_tower_is_exported(source: Callable[[str], Path], tmp_path: 
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == there.read_bytes()
 
 
-def picture(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid]:
+def image(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid]:
     return torch.zeros(time * height * width, seeing.PATCH), (time, height, width)
 
 
 RUN = [START, *[IMAGE] * 4, END]
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, message
-    "a place without a picture": ([RUN], [[]], "document 0 has 4 placeholders at token 1, but its 0 frames"),
-    "a picture without a place": ([[1, 2]], [[picture(2, 4)]], "0 has 1 frame, but placeholders for 0 of them"),
-    "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches and takes 6 placeholders, but 4 are left of the 4"),
+    "a place without an image": ([RUN], [[]], "document 0 has 4 placeholders at token 1, but its 0 frames"),
+    "an image without a place": ([[1, 2]], [[image(2, 4)]], "0 has 1 frame, but placeholders for 0 of them"),
+    "of another size": ([RUN], [[image(4, 6)]], "4 x 6 patches and takes 6 placeholders, but 4 are left of the 4"),
     "exchanged": (
-        [[*RUN, START, IMAGE, IMAGE, END]], [[picture(2, 4), picture(4, 4)]], "before token|4 x 4 patches and takes",
+        [[*RUN, START, IMAGE, IMAGE, END]], [[image(2, 4), image(4, 4)]], "before token|4 x 4 patches and takes",
     ),
-    "an odd size": ([RUN], [[picture(3, 4)]], "1 x 3 x 4 patches; height and width must be even"),
+    "an odd size": ([RUN], [[image(3, 4)]], "1 x 3 x 4 patches; height and width must be even"),
     "pixels of another size": ([RUN], [[(torch.zeros(9, 96), (1, 4, 4))]], r"the shape \(9, 96\) for 1 x 4 x 4"),
     "no grid": ([RUN], [[torch.zeros(16, 96)]], r"must be \(pixels, \(time, height, width\)\)"),
-    "a list too few": ([RUN, [1]], [[picture(4, 4)]], "1 list for 2 documents"),
+    "a list too few": ([RUN, [1]], [[image(4, 4)]], "1 list for 2 documents"),
     "whole numbers": ([RUN], [[(torch.zeros(16, 96).int(), (1, 4, 4))]], "give floating point numbers, or uint8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_pictures_that_do_not_fit_are_refused(name: str) -> None:
+def test_images_that_do_not_fit_are_refused(name: str) -> None:
     documents, images, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         mw.pack(documents, images=images, placeholders=(IMAGE, VIDEO))
 
 
 def test_nothing_is_learnt_at_or_of_a_place() -> None:
-    document, images = [1, *RUN, 2], [[picture(4, 4)]]
+    document, images = [1, *RUN, 2], [[image(4, 4)]]
     batch = mw.pack([document], images=images, placeholders=(IMAGE, VIDEO))
     assert batch.labels.tolist() == [START, -100, -100, -100, -100, -100, 2, -100]
     masked = mw.pack([document], images=images, placeholders=(IMAGE, VIDEO), trained=[[1] * len(document)])
     assert torch.equal(masked.labels, batch.labels)
-    with pytest.raises(DataError, match=f"the label at token 1 is {IMAGE}, which stands for a picture"):
+    with pytest.raises(DataError, match=f"the label at token 1 is {IMAGE}, which stands for an image"):
         mw.pack([document], images=images, placeholders=(IMAGE, VIDEO), labels=[[*document[1:], -100]])
 
 
 def test_what_a_processor_makes() -> None:
-    """Pictures and videos come in tensors of their own; their places say in which order."""
+    """Images and videos come in tensors of their own; their places say in which order."""
     made = []
-    for tokens, pictures in DOCUMENTS.values():
+    for tokens, images in DOCUMENTS.values():
         kinds = [1 if t == IMAGE else 2 if t == VIDEO else 0 for t in tokens]
         of = {"input_ids": [tokens], "attention_mask": [[1] * len(tokens)], "mm_token_type_ids": [kinds]}
         for still, (pixels, grids) in enumerate((("pixel_values_videos", "video_grid_thw"),
                                                  ("pixel_values", "image_grid_thw"))):  # fmt: skip
-            local = [each for each in pictures if (each[1][0] == 1) == bool(still)]
+            local = [each for each in images if (each[1][0] == 1) == bool(still)]
             if local:
                 of[pixels], of[grids] = torch.cat([p for p, _ in local]), torch.tensor([g for _, g in local])
         made.append(of)
@@ -324,7 +324,7 @@ def test_what_a_processor_makes() -> None:
     assert batch.images is not None
     assert expected.images is not None
     assert torch.equal(batch.images.patches_PC, expected.images.patches_PC)
-    with pytest.raises(DataError, match=r"document 0 has pictures, but no mm_token_type_ids"):
+    with pytest.raises(DataError, match=r"document 0 has images, but no mm_token_type_ids"):
         mw.pack([{name: value for name, value in made[1].items() if name != "mm_token_type_ids"}])
     with pytest.raises(DataError, match="document 0 is padded"):
         mw.pack([{**made[1], "attention_mask": [[0] + [1] * (len(made[1]["input_ids"][0]) - 1)]}])
@@ -367,7 +367,7 @@ def messages_of_engine(source: Path) -> dict[str, str]:
     model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     wrong = {
         "stray": mw.pack([[1, 2, IMAGE, 3]]),
-        "words": mw.pack([[1, 2, 3, 4]], images=[[picture(2, 2)]], placeholders=(3,)),
+        "words": mw.pack([[1, 2, 3, 4]], images=[[image(2, 2)]], placeholders=(3,)),
         "patches": mw.pack([[1, IMAGE]], images=[[(torch.zeros(4, 90), (1, 2, 2))]], placeholders=(IMAGE,)),
     }
     out = {"without a tower": blind}
@@ -379,11 +379,11 @@ def messages_of_engine(source: Path) -> dict[str, str]:
     return out
 
 
-def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], Path]) -> None:
+def test_a_model_refuses_images_that_are_not_its_own(source: Callable[[str], Path]) -> None:
     (message,) = worlds.run(1, messages_of_engine, source("qwen3_vl"))
-    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in message["without a tower"]
-    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch lacks")
-    assert message["words"].startswith("token 3 at position 2 is in the place of a picture")
+    assert "a batch has 1 frame of images, but the model was loaded without its tower" in message["without a tower"]
+    assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for an image that the batch lacks")
+    assert message["words"].startswith("token 3 at position 2 is in the place of an image")
     assert "has 90 values, but the vision tower takes 96" in message["patches"]
 
 
@@ -449,24 +449,24 @@ def test_what_no_processor_makes(name: str) -> None:
         ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is an ordinary token of this model"),
     ],
 )
-def test_pictures_that_are_none(images: Any, placeholders: Any, message: str) -> None:
+def test_images_that_are_none(images: Any, placeholders: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         mw.pack([[5, IMAGE, IMAGE, 6]], images=images, placeholders=placeholders)
 
 
 def test_placeholders_may_be_a_tensor() -> None:
-    pictures = [[(torch.randn(8, 96), torch.tensor([1, 2, 4]))]]
-    batch = mw.pack([[5, IMAGE, IMAGE, 6]], images=pictures, placeholders=torch.tensor([IMAGE]))
+    images = [[(torch.randn(8, 96), torch.tensor([1, 2, 4]))]]
+    batch = mw.pack([[5, IMAGE, IMAGE, 6]], images=images, placeholders=torch.tensor([IMAGE]))
     assert batch.labels.tolist() == [-100, -100, -100, -100]
 
 
-def no_picture_is_written(at: Path) -> None:
+def no_image_is_written(at: Path) -> None:
     engine = mw.Engine(mw.load(at, mw.Mesh(device="cpu"), tower=True), lr=1e-3)
-    with pytest.raises(DataError, match=f"the label {IMAGE} at position 1 stands for a picture"):
+    with pytest.raises(DataError, match=f"the label {IMAGE} at position 1 stands for an image"):
         engine.evaluate([mw.pack([[5, 6]], labels=[[6, IMAGE]])])
-    with pytest.raises(DataError, match=f"prompt 1 has the token {IMAGE}, which stands for a picture"):
+    with pytest.raises(DataError, match=f"prompt 1 has the token {IMAGE}, which stands for an image"):
         mw.sample(engine.model, [[5, 6], [5, IMAGE, 6]], tokens=2)
 
 
-def test_no_picture_is_written(tmp_path: Path) -> None:
-    worlds.run(1, no_picture_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))
+def test_no_image_is_written(tmp_path: Path) -> None:
+    worlds.run(1, no_image_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))

@@ -1,4 +1,4 @@
-"""Models with a tower on meshes: every gradient against one process in float64, whichever ranks have pictures."""
+"""Models with a tower on meshes: every gradient against one process in float64, whichever ranks have images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trials import named, world_of
 
 LENGTH = 96
 NUM_STEPS = 2 if parts.ALL else 1  # the oracles take more
-PICTURES: dict[str, list[list[list[str]]]] = {  # for each data rank in turn, the documents of each micro-batch
+IMAGES: dict[str, list[list[list[str]]]] = {  # for each data rank in turn, the documents of each micro-batch
     "all": [[["one place", "a video"], ["touching", "words"]], [["wide, then high"], ["first and last", "one place"]]],
     "one rank": [[["two of a size"], ["a short video", "words"]], [["words"], ["words", "words"]]],
     "none": [[["words"], ["words", "words"]], [["words", "words"], ["words"]]],
@@ -61,11 +61,11 @@ def smaller(meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
 
 
 FAMILIES = tuple(seeing.ODD)
-Case = tuple[str, str, str, str]  # family, which ranks have pictures, what is trained, what is recomputed
+Case = tuple[str, str, str, str]  # family, which ranks have images, what is trained, what is recomputed
 
 CASES: list[Case] = [
-    *((family, pictures, "all", "none") for family in FAMILIES for pictures in PICTURES),
-    *((family, pictures, trained, "none") for family in FAMILIES[:3:2] for pictures in ("all", "the first")
+    *((family, images, "all", "none") for family in FAMILIES for images in IMAGES),
+    *((family, images, trained, "none") for family in FAMILIES[:3:2] for images in ("all", "the first")
       for trained in TRAINED if trained != "all"),
     *((family, "all", "all", kind) for family in FAMILIES for kind in ("selective", "full")),
 ]  # fmt: skip
@@ -75,7 +75,7 @@ def cases_on(mesh: dict[str, int]) -> list[Case]:
     """Spread the cases over the meshes, or return all with MESHWRIGHT_ALL=1. `ep` takes families with experts alone."""
     meshes = [mesh if parts.ALL else IN_PART.get(named(mesh), mesh) for mesh in (*MESHES, *LARGE)]
     cases = [case for at, each in enumerate(meshes) if each == mesh for case in parts.every(48, CASES, at)]
-    if "replicate" in mesh:  # several micro-batches with pictures, and none in the last
+    if "replicate" in mesh:  # several micro-batches with images, and none in the last
         cases = list(dict.fromkeys([*cases, *CASES[:6:4]]))
     return [case for case in cases if "ep" not in mesh or "moe" in case[0]]
 
@@ -97,22 +97,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return lambda name, mesh: make(name, 4 if "pp" in mesh else 3)
 
 
-def batches(pictures: str, data_rank: int) -> list[mw.Batch]:
-    of_rank = PICTURES[pictures]
+def batches(images: str, data_rank: int) -> list[mw.Batch]:
+    of_rank = IMAGES[images]
     return [seeing.packed(names, length=LENGTH) for names in of_rank[data_rank % len(of_rank)]]
 
 
 def steps(source: Path, mesh: dict[str, int], case: Case, data_ranks: Sequence[int] = ()) -> list[Any]:
     """Loss, gradient norm and gradients of a step, and the weights after it. Without `data_ranks`, a rank takes its own
     data."""
-    _, pictures, trained, recompute = case
+    _, images, trained, recompute = case
     model = mw.load(
         source, trials.mesh_of(mesh), dtype=torch.float64, train=TRAINED[trained], tower=True,
         memory=mw.MemoryOptions(recompute=recompute),
     )  # fmt: skip
     engine, results = mw.Engine(model, lr=1e-2), list[Any]()
     for _ in range(NUM_STEPS):
-        data = [batch for rank in data_ranks or [model.mesh.data_rank] for batch in batches(pictures, rank)]
+        data = [batch for rank in data_ranks or [model.mesh.data_rank] for batch in batches(images, rank)]
         loss, grads = engine.backward(data), mw.gather(model, "grad")
         results.append((loss, engine.update(), {name: grad.clone() for name, grad in grads.items()}))
     return [*results, {name: weight.clone() for name, weight in mw.gather(model).items()}]
@@ -157,7 +157,7 @@ def test_gradients_equal_one_process(source: Sources, mesh: dict[str, int]) -> N
 def seeing_trial(
     family: str, source: Path, mesh: dict[str, int], trained: str = "all", recompute: str = "none"
 ) -> Trial:
-    """Some ranks have pictures in the first step, but none in its last micro-batch; none has any in the step of few
+    """Some ranks have images in the first step, but none in its last micro-batch; none has any in the step of few
     tokens, and one of several data ranks in the long step."""
     share = mesh.get("cp", 1) * mesh.get("tp", 1)
     length, few, long = (-(-num // share) * share for num in (136, 8, 1100))
@@ -218,7 +218,7 @@ ONCE = [
 
 @pytest.mark.parametrize("tried", parts.every(3, ONCE), ids=str)
 def test_once_a_step(source: Sources, tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
-    """No rank has pictures in the last micro-batch, after which gradients are reduced."""
+    """No rank has images in the last micro-batch, after which gradients are reduced."""
     family, mesh, trained, once = tried
     mesh = mesh if parts.ALL else IN_PART.get(named(mesh), mesh)
     trial = seeing_trial(family, source(family, mesh), mesh, trained)

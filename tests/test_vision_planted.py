@@ -39,7 +39,7 @@ NUMBERS: dict[str, tuple[Plant, str]] = {  # what is planted, and the comparison
     "the epsilon of torch": (vision_plants.eps_of_torch, "norms"),
     "a clip that sees itself": (vision_plants.frames_of_a_clip_see_each_other, "rows 0"),
     "a norm over four patches": (vision_plants.merger_norm_over_four, "rows 0"),
-    "pictures of a size exchanged": (vision_plants.pictures_of_a_size_exchanged, "rows 0"),
+    "images of a size exchanged": (vision_plants.images_of_a_size_exchanged, "rows 0"),
     "features a layer late": (vision_plants.features_a_layer_late, "logits"),
     "features reversed": (vision_plants.features_reversed, "logits"),
     "places count patches": (vision_plants.positions_count_patches, "logits"),
@@ -115,13 +115,13 @@ def test_positions(name: str) -> None:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """`first`: the first finding of the oracles, or the error of a run that ends early. `pictures`: which ranks have
+    """`first`: the first finding of the oracles, or the error of a run that ends early. `images`: which ranks have
     some. `stops`: the error in which the ranks end, if they do."""
 
     plant: Plant
     mesh: dict[str, int]
     first: str
-    pictures: str = "all"
+    images: str = "all"
     stops: str = ""
 
 
@@ -136,7 +136,7 @@ RANKS: dict[str, OnRanks] = {
     "a slice for a sum": OnRanks(vision_plants.a_slice_for_a_sum, TP, LOST),
     "frames shared otherwise": OnRanks(vision_plants.frames_shared_otherwise, TP, FORWARD),
     "rows at other places": OnRanks(vision_plants.rows_at_other_places, TP, FORWARD),
-    "pictures see each other": OnRanks(vision_plants.frames_see_each_other, TP, FORWARD),
+    "images see each other": OnRanks(vision_plants.frames_see_each_other, TP, FORWARD),
     "shares of gradients not summed": OnRanks(vision_plants.shares_not_summed, TP,
         r"G1 \S*visual\S*: .*a sum over tp is missing"),
     "a table without gradient": OnRanks(vision_plants.table_of_zero_gradient, TP,
@@ -159,14 +159,14 @@ AWAY = 1e-2  # least relative error of some gradient; the bound is 1e-9
 
 
 def _case(bug: OnRanks) -> Case:
-    return "qwen3_vl", bug.pictures, "all", "none"
+    return "qwen3_vl", bug.images, "all", "none"
 
 
 def _groups() -> list[list[str]]:
     """Group the bugs that share a world: those of one mesh. At most one of a mesh ends its world."""
     of_mesh: dict[str, list[str]] = {}
     for name, bug in RANKS.items():
-        of_mesh.setdefault(f"{bug.mesh} {bug.pictures} {name in LATER}", []).append(name)
+        of_mesh.setdefault(f"{bug.mesh} {bug.images} {name in LATER}", []).append(name)
     return [*of_mesh.values()]
 
 
@@ -212,8 +212,8 @@ def test_ranks(results: Callable[[str], Any], name: str) -> None:
     assert max(off(grads[key], grad) for key, grad in expected.items()) > AWAY
 
 
-NAMED = ("each by its own batch", "pictures see each other", "shares of gradients not summed")  # others: slow, in CI
-# Others with the first finding of "pictures see each other", and one that `test_ranks` sees end in the same error.
+NAMED = ("each by its own batch", "images see each other", "shares of gradients not summed")  # others: slow, in CI
+# Others with the first finding of "images see each other", and one that `test_ranks` sees end in the same error.
 AGAIN = ("a bias of every rank", "frames shared otherwise", "rows at other places", "replicas summed at the last")
 DIAGNOSED = [name for name in RANKS if parts.ALL or name not in AGAIN]
 
@@ -231,7 +231,7 @@ def _findings(source: Path, group: Sequence[str]) -> dict[str, list[str]]:
     """Return the lines that verify prints for each bug."""
     mesh = RANKS[group[0]].mesh
     trial = seeing_trial("qwen3_vl", source, mesh)
-    num = 3 if mesh == BOTH else 2  # of three micro-batches the last has no pictures
+    num = 3 if mesh == BOTH else 2  # of three micro-batches the last has no images
     trial = replace(trial, steps=1, draws=False, data=replace(trial.data, num=num))
     try:
         findings = trials.findings_in_turn(dict.fromkeys(group, trial), lambda name: planted(RANKS[name].plant))

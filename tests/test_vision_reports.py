@@ -1,4 +1,4 @@
-"""Public reports on pictures that no other test answers, each by the mistake that it tells of. See docs/bugs.md."""
+"""Public reports on images that no other test answers, each by the mistake that it tells of. See docs/bugs.md."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.seeing import DOCUMENTS, IMAGE, packed
 BLIND = ["embed*", "layers.*", "head.*"]
 
 
-def test_pictures_that_touch_have_a_grid_each() -> None:
+def test_images_that_touch_have_a_grid_each() -> None:
     """Two runs of places with nothing between; the positions of the second begin behind those of the first."""
-    pictures = [(torch.zeros(8, seeing.PATCH), (1, 2, 4)), (torch.zeros(8, seeing.PATCH), (1, 4, 2))]
-    batch = mw.pack([[1, IMAGE, IMAGE, IMAGE, IMAGE, 2]], images=[pictures], placeholders=(IMAGE,))
+    images = [(torch.zeros(8, seeing.PATCH), (1, 2, 4)), (torch.zeros(8, seeing.PATCH), (1, 4, 2))]
+    batch = mw.pack([[1, IMAGE, IMAGE, IMAGE, IMAGE, 2]], images=[images], placeholders=(IMAGE,))
     assert [(frame.start, frame.height, frame.width) for frame in batch.frames] == [(1, 2, 4), (3, 4, 2)]
     assert batch.docs.turns_T3 is not None
     assert batch.docs.turns_T3.T.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
 
 
 def test_where_documents_end_is_not_read_from_positions() -> None:
-    """All places of a row of a picture are at one time: each would be a document of its own."""
+    """All places of a row of an image are at one time: each would be a document of its own."""
     batch = packed(length=200)
     sizes = [len(tokens) for tokens, _ in DOCUMENTS.values()]
     assert batch.docs.lengths == (*sizes, 200 - sum(sizes))
@@ -46,8 +46,8 @@ def same(batch: Batch, other: Batch) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pictures_go_with_their_documents(seed: int) -> None:
-    """Another order of documents moves their pictures and slices of videos too."""
+def test_images_go_with_their_documents(seed: int) -> None:
+    """Another order of documents moves their images and slices of videos too."""
     names = list(DOCUMENTS)
     order = random.Random(seed).sample(range(len(names)), len(names) - 2)
     expected = packed([names[number] for number in order], length=200)

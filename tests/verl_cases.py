@@ -187,7 +187,7 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
     results["refused"] = {
         name: refusal(functools.partial(engine.forward_backward_batch, Data(share(engine), **change), sft))
         for name, change in {
-            "pictures": dict(multi_modal_inputs=[{"pixel_values": 1}]),
+            "images": dict(multi_modal_inputs=[{"pixel_values": 1}]),
             "top-k": dict(distillation_use_topk=True),
             "temperatures": dict(temperature=torch.tensor([0.5, 1.0, 1.0])),
             "padded": dict(input_ids=torch.zeros(3, 5, dtype=torch.int64)),

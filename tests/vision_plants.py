@@ -1,4 +1,4 @@
-"""Bugs of towers and of pictures to plant in the package that runs: functions that monkeypatch.
+"""Bugs of towers and of images to plant in the package that runs: functions that monkeypatch.
 
 tests/test_vision_planted.py lists them, each with the comparison that finds it.
 """
@@ -183,7 +183,7 @@ def features_reversed(patch: Patch) -> None:
 
 
 def places_train_their_word(patch: Patch) -> None:
-    """The row of the embedding that stands for a picture gets a gradient, though its value is left out."""
+    """The row of the embedding that stands for an image gets a gradient, though its value is left out."""
     real = decoder.Embedding.forward
 
     def forward(self: Any, tokens_T: Tensor, none_T: Tensor | None = None) -> Tensor:
@@ -245,18 +245,18 @@ def positions_run_over_documents(patch: Patch) -> None:
     _turned(patch, change)
 
 
-def pictures_of_a_size_exchanged(patch: Patch) -> None:
+def images_of_a_size_exchanged(patch: Patch) -> None:
     """Swap neighbours in a document: nothing but their pixels tells them apart."""
-    real = data_images._check_pictures
+    real = data_images._check_images
 
-    def exchanged(number: int, pictures: Any) -> Any:
-        patches, sizes = real(number, pictures)
+    def exchanged(number: int, images: Any) -> Any:
+        patches, sizes = real(number, images)
         for at in range(len(patches) - 1):
-            if patches[at].shape == patches[at + 1].shape and pictures[at][1] == pictures[at + 1][1]:
+            if patches[at].shape == patches[at + 1].shape and images[at][1] == images[at + 1][1]:
                 patches[at], patches[at + 1] = patches[at + 1], patches[at]
         return patches, sizes
 
-    patch.setattr(data_images, "_check_pictures", exchanged)
+    patch.setattr(data_images, "_check_images", exchanged)
 
 
 # Between ranks.
@@ -336,10 +336,10 @@ def rows_at_other_places(patch: Patch) -> None:
 
 
 def each_by_its_own_batch(patch: Patch) -> None:
-    """A rank without pictures leaves the tower out, even if others have some."""
+    """A rank without images leaves the tower out, even if others have some."""
 
     def own(batches: Sequence[Batch], mask: int, tower: Any) -> list[Batch]:
         return list(batches)
 
     faulthandler.disable()  # gloo ends a rank, and the stack of it says nothing
-    patch.setattr(engine_module, "sync_pictures", own)
+    patch.setattr(engine_module, "sync_images", own)

@@ -28,10 +28,10 @@ EXAMPLES = """examples:
 """
 ABOUT = """Chat with a model, in one process. Earlier turns are rendered by its chat template, as a server renders them.
 
-Ctrl-C ends an answer, Ctrl-D or /exit the chat. /reset begins anew. /image PATH shows a picture with the next question.
+Ctrl-C ends an answer, Ctrl-D or /exit the chat. /reset begins anew. /image PATH shows an image with the next question.
 Each token takes a forward pass of the whole conversation: for a look at a model, not for serving it.
 """
-_WELCOME = "Ctrl-C ends an answer, Ctrl-D or /exit the chat; /reset begins anew, /image PATH shows a picture"
+_WELCOME = "Ctrl-C ends an answer, Ctrl-D or /exit the chat; /reset begins anew, /image PATH shows an image"
 
 
 def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,7 +92,7 @@ def _take(session: ChatSession, line: str) -> bool:
         session.reset()
     elif command == "/image":
         if not argument.strip():
-            raise ConfigError("/image needs the path of a picture, such as /image cat.png")
+            raise ConfigError("/image needs the path of an image, such as /image cat.png")
         session.show(argument.strip())
     elif line:
         _answer(session, line)

@@ -48,7 +48,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_cluster(plan)
     _add_search(plan)
     add_json(plan, "everything", ", with exact numbers")
-    plan.add_argument("--html", metavar="FILE", help="write a page: a picture of the mesh, memory, traffic, placement")
+    plan.add_argument("--html", metavar="FILE", help="write a page: a diagram of the mesh, memory, traffic, placement")
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from .chat import Chat, ChatOptions, Request, message_of_answer, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
 from .field_values import OverTokens, over_tokens
 from .hf_datasets import Part, fetched_files, is_saved, saved_files
-from .images import PLACEHOLDERS, Frame, Images, Picture
+from .images import PLACEHOLDERS, Frame, ImagePatches, Images
 from .labelled import Labelled, WholeText
 from .pack import cut, filled, joined_batches, pack
 from .pack_checks import WEIGHT, check_shifted

@@ -149,7 +149,7 @@ class Batch:
     def docs(self) -> Documents:
         """Return the documents as layers need them (cu_seqlens and positions), on the device of the tokens."""
         docs, frames = documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device), self.frames
-        # M-RoPE positions are needed only with pictures; text alone has equal numbers in all three.
+        # M-RoPE positions are needed only with images; text alone has equal numbers in all three.
         return replace(docs, turns_T3=to_device(turns_of(self.bounds, frames), self.tokens.device)) if frames else docs
 
     @property

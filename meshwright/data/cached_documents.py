@@ -25,7 +25,7 @@ from .tokens import Tokens
 from .vision_files import View
 
 INFO = "info.json"
-_READERS = 4  # threads that look at pictures
+_READERS = 4  # threads that look at images
 TRAINED_ON = ("ids", "spans", "parts", "classes")  # the columns that decide what a model is trained on
 
 
@@ -111,8 +111,8 @@ class Documents:
         """Return the number of images and videos of each document."""
         return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
 
-    def changed_picture(self) -> str:
-        """Return how the first changed picture differs from the one that was read; "" if none has changed."""
+    def changed_image(self) -> str:
+        """Return how the first changed image differs from the one that was read; "" if none has changed."""
         with ThreadPoolExecutor(_READERS) as readers:
             for column in self._views:
                 views = map(View.of, column.flatten().unique().to_pylist())

@@ -52,7 +52,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens that a server sends to the model for an answer, and the pictures at their placeholders.
+    """The tokens that a server sends to the model for an answer, and the images at their placeholders.
 
     `opens_thinking`: the prompt ends with `<think>`, so the answer begins inside its thinking.
     """
@@ -209,7 +209,7 @@ class Chat:
         return self._ids(self._with_places(prompt_text, views)), turn[: last + 1]
 
     def _with_places(self, text: str, seen: Sequence[View]) -> str:
-        """Expand picture marks to placeholder tokens."""
+        """Expand image marks to placeholder tokens."""
         return text if self.processor is None else self.processor.with_places(text, seen)
 
     def _render(self, chat: Conversation, num: int, flags: Mapping[str, Any], **how: Any) -> str:
@@ -238,7 +238,7 @@ class Chat:
     def _joined(self, chat: Conversation, has_images: bool) -> list[Tokens]:
         """Render the chat once, with the template's generation marks as the mask. This cannot exclude single turns."""
         if has_images:
-            raise DataError('turns="joined" does not support pictures; leave turns= out')
+            raise DataError('turns="joined" does not support images; leave turns= out')
         if not all(trained for trained, m in zip(chat.trained, chat.messages, strict=True) if m["role"] == "assistant"):
             raise DataError('turns="joined" trains every turn of the assistant, and one of them has train=false')
         flags = {**self.options.template_args, **chat.template_args}
@@ -265,7 +265,7 @@ class Chat:
 
 
 def views_of(message: Message, processor: Processor | None) -> list[View]:
-    """Return the pictures and videos of a message, in order."""
+    """Return the images and videos of a message, in order."""
     parts = [] if isinstance(message["content"], str) else message["content"]
     attachments = [part for part in parts if part["type"] != "text"]
     if attachments and processor is None:
@@ -274,7 +274,7 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
             "tower; set train.tower = true"
         )
     return [
-        processor.picture(part["image"]) if part["type"] == "image" else processor.video(part["video"], part.get("fps"))
+        processor.image(part["image"]) if part["type"] == "image" else processor.video(part["video"], part.get("fps"))
         for part in attachments
         if processor is not None
     ]

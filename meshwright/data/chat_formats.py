@@ -81,7 +81,7 @@ _PREFERENCE = (
 
 def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: bool = False) -> Conversation:
     """Parse a row. `fields` maps our field names to those of the row (`{"messages": "dialog"}`). `sees`: messages must
-    show all pictures of the row.
+    show all images of the row.
 
     Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, read
     and remove the training masks, add the system message.

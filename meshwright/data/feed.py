@@ -26,7 +26,7 @@ from .vision_files import View
 TooLong = Literal["stop", "drop", "cut"]
 SOURCE = "source"  # the field with the source of each token, where there are several sources
 _NAMED = 20  # number of documents that one error names
-_IMAGE_THREADS = 4  # threads that decode pictures: Pillow and FFmpeg release the GIL
+_IMAGE_THREADS = 4  # threads that decode images: Pillow and FFmpeg release the GIL
 
 
 def source_of(
@@ -51,9 +51,9 @@ def source_of(
     with_images = too_long_docs[documents.num_views[too_long_docs] > 0]
     if len(with_images) and too_long == "cut":
         raise DataError(
-            f"{counted(len(with_images), 'document')} of {documents.name} with pictures have more than {length} "
-            f"tokens, the first is {documents.place(with_images[0])}; a cut could go through a picture, so take a "
-            'longer stream, set pictures.max_pixels, or too_long = "drop"'
+            f"{counted(len(with_images), 'document')} of {documents.name} with images have more than {length} "
+            f"tokens, the first is {documents.place(with_images[0])}; a cut could go through an image, so take a "
+            'longer stream, set images.max_pixels, or too_long = "drop"'
         )
     if too_long == "drop":
         lengths = np.where(lengths > length, 0, lengths)  # the plan leaves out documents without targets
@@ -67,8 +67,8 @@ def batch_of(
     """Pack documents, or groups of them, into a batch of `length`, as `mw.pack(..., trained=, length=)` does, without
     Python ints per token.
 
-    Without documents it is all padding. `sources`: the source index of each. `images`: their pictures. `values`: fields
-    with one number for each document of a group, repeated for all tokens of that document.
+    Without documents it is all padding. `sources`: the source index of each. `images`: those of the documents.
+    `values`: fields with one number for each document of a group, repeated for all tokens of that document.
 
     Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
     the tokens start .. stop-1. No Python object is made per token.
@@ -110,11 +110,11 @@ class Streams(NamedTuple):
 class Feed:
     """Batches of one data rank. Each step takes `micro_batches` streams for each of `num_ranks` data ranks.
 
-    `processor`: decodes the pictures of a vision-language model, several at a time. Numbers of documents
+    `processor`: decodes the images of a vision-language model, several at a time. Numbers of documents
     (`Documents.values`) become fields.
 
     Work overlaps with the GPU: one thread packs and decodes the next step, and FFmpeg and Pillow decode several
-    pictures in parallel. If `time/data_wait_share` in the metrics is high, that is not enough.
+    images in parallel. If `time/data_wait_share` in the metrics is high, that is not enough.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Feed:
         processor: Processor | None = None,
     ) -> None:  # fmt: skip
         self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
-        self.processor, self._readers = processor, ThreadPoolExecutor(_IMAGE_THREADS, "pictures")
+        self.processor, self._readers = processor, ThreadPoolExecutor(_IMAGE_THREADS, "images")
         self.rank, self.num_ranks = rank, num_ranks
         self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
 
@@ -164,19 +164,19 @@ class Feed:
         return values
 
     def _images(self, parts: Sequence[Tokens], pieces: Sequence[Piece]) -> Images | None:
-        """Decode the pictures of a stream."""
+        """Decode the images of a stream."""
         views = [view for part in parts for view in part.views]
         if not views:
             return None
-        assert self.processor is not None, "documents with pictures are made with a processor"
+        assert self.processor is not None, "documents with images are made with a processor"
         shown_by = [piece for part, piece in zip(parts, pieces, strict=True) for _ in part.views]
         pixels_and_views = zip(self._readers.map(self._pixels, views, shown_by), views, strict=True)
-        pictures = iter([(pixels, view.grid) for pixels, view in pixels_and_views])
-        by_document = [[next(pictures) for _ in part.views] for part in parts]
+        images = iter([(pixels, view.grid) for pixels, view in pixels_and_views])
+        by_document = [[next(images) for _ in part.views] for part in parts]
         return images_of([part.ids.tolist() for part in parts], by_document, self.processor.placeholders.ids)
 
     def _pixels(self, view: View, shown_by: Piece) -> torch.Tensor:
-        """Decode a picture; an error says which row shows it."""
+        """Decode an image; an error says which row shows it."""
         assert self.processor is not None
         try:
             return self.processor.pixels(view)

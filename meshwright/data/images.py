@@ -21,7 +21,7 @@ from ..errors import DataError, counted
 PLACEHOLDERS = (151655, 151656, 248056, 248057)  # image and video placeholders: of Qwen3-VL, of Qwen3.5
 _MERGED = 2  # spatial merge: 2 x 2 patches become one token
 Grid = tuple[int, int, int]
-Picture = tuple[Tensor, Grid]  # patches, and their numbers in time, height and width
+ImagePatches = tuple[Tensor, Grid]  # patches, and their numbers in time, height and width
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Images:
     def within(self, start: int, stop: int, to: int) -> Images:
         """Return the frames of a range of the stream, moved so that the range begins at token `to`.
 
-        Used when documents are redistributed over micro-batches: pictures follow their document.
+        Used when documents are redistributed over micro-batches: images follow their document.
         """
         numbers = [number for number, frame in enumerate(self.frames) if start <= frame.start < stop]
         frames = tuple(replace(f, start=f.start - start + to) for f in (self.frames[number] for number in numbers))
@@ -127,41 +127,41 @@ def _grid(frame: Frame) -> Tensor:
 
 
 def images_of(
-    documents: Sequence[Sequence[int]], images: Sequence[Sequence[Picture]], placeholders: Sequence[int]
+    documents: Sequence[Sequence[int]], images: Sequence[Sequence[ImagePatches]], placeholders: Sequence[int]
 ) -> Images | None:
     """Return the images of all documents, each frame at its placeholders.
 
-    The number of placeholders is fixed by the size of a picture, so text and pixels must come from one processor with
+    The number of placeholders is fixed by the size of an image, so text and pixels must come from one processor with
     one setting. Everything is checked on the host before the model runs, because a mismatch inside the model would be
     an index error on one rank and a hang on all others.
     """
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
-        raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")
+        raise DataError("images must be a list of lists: of each document its images, [] where it has none")
     if len(images) != len(documents):
         raise DataError(
             f"images: {counted(len(images), 'list')} for {counted(len(documents), 'document')}; give one for each "
             "document, [] where it has none"
         )
     patches, frames, doc_start = list[Tensor](), list[Frame](), 0
-    for number, (document, pictures) in enumerate(zip(documents, images, strict=True)):
-        doc_patches, sizes = _check_pictures(number, pictures)
+    for number, (document, doc_images) in enumerate(zip(documents, images, strict=True)):
+        doc_patches, sizes = _check_images(number, doc_images)
         patches += doc_patches
         frames += [replace(f, start=doc_start + f.start) for f in _place_frames(number, document, sizes, placeholders)]
         doc_start += len(document)
     # All patches of a batch are one tensor, so they must agree in dtype and patch size.
     if len({(p.dtype, p.shape[1]) for p in patches}) > 1:
         kinds = ", ".join(sorted({f"{p.dtype} [..., {p.shape[1]}]" for p in patches}))
-        raise DataError(f"the pictures of a batch differ: {kinds}; give all as one processor makes them")
+        raise DataError(f"the images of a batch differ: {kinds}; give all as one processor makes them")
     return Images(torch.cat(patches), tuple(frames)) if frames else None
 
 
-def _check_pictures(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Return the patches of a document's pictures, and the sizes of its frames."""
+def _check_images(number: int, images: Sequence[ImagePatches]) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Return the patches of a document's images, and the sizes of its frames."""
     patches, sizes = [], []
-    for which, picture in enumerate(pictures):
-        name = f"picture {which} of document {number}"
+    for which, image in enumerate(images):
+        name = f"image {which} of document {number}"
         try:
-            pixels, grid = picture
+            pixels, grid = image
             # `operator.index` refuses floats: a size of 16.0 would pass arithmetic checks and fail in the model.
             pixels, (time, height, width) = torch.as_tensor(pixels), (operator.index(each) for each in _as_list(grid))
         except (TypeError, ValueError):
@@ -218,18 +218,18 @@ def _place_frames(
             if not remaining:
                 raise DataError(
                     f"document {number} has {counted(num, 'placeholder')} at token {start}, but its "
-                    f"{counted(len(sizes), 'frame')} end before token {at}; give all its pictures, in the order of "
+                    f"{counted(len(sizes), 'frame')} end before token {at}; give all its images, in the order of "
                     f"their placeholders. If {document[at]} is an ordinary token of this model, name the "
                     "placeholder tokens: placeholders="
                 )
             frame = Frame(*remaining.pop(), at)
-            # A frame must fit into one run: placeholders of two pictures are always separated by their start and end
+            # A frame must fit into one run: placeholders of two images are always separated by their start and end
             # tokens.
             if frame.stop > start + num:
                 raise DataError(
                     f"frame {len(sizes) - len(remaining) - 1} of document {number} has {frame.height} x {frame.width} "
                     f"patches and takes {counted(frame.num_tokens, 'placeholder')}, but {start + num - at} are left of "
-                    f"the {num} at token {start}; pictures must be in the order of their placeholders, in the sizes "
+                    f"the {num} at token {start}; images must be in the order of their placeholders, in the sizes "
                     "for which the text was made"
                 )
             yield frame
@@ -250,10 +250,10 @@ def are_of_processor(output: Mapping[str, Any]) -> bool:
     return "mm_token_type_ids" in output or any(name.startswith("pixel_values") for name in output)
 
 
-def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], list[Picture], set[int]]:
-    """Return tokens, pictures and placeholder ids from the output of a Hugging Face processor for one document.
+def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], list[ImagePatches], set[int]]:
+    """Return tokens, images and placeholder ids from the output of a Hugging Face processor for one document.
 
-    The output has tensors over all pictures (`pixel_values [patches, C]`, `image_grid_thw [n, 3]`) and separate ones
+    The output has tensors over all images (`pixel_values [patches, C]`, `image_grid_thw [n, 3]`) and separate ones
     for videos; mm_token_type_ids gives the kind of each token.
     """
     unknown = sorted(set(output) - {*_USED, *_IGNORED})
@@ -266,19 +266,19 @@ def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], lis
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise DataError(f"document {number} is padded (attention_mask); give each document alone, without padding=")
     tokens, kinds = (_row(output.get(name), number) for name in ("input_ids", "mm_token_type_ids"))
-    pictures = {
-        1: _pictures(output, number, "pixel_values", "image_grid_thw"),
-        2: _pictures(output, number, "pixel_values_videos", "video_grid_thw"),
+    images = {
+        1: _images(output, number, "pixel_values", "image_grid_thw"),
+        2: _images(output, number, "pixel_values_videos", "video_grid_thw"),
     }
     if not kinds:
-        if any(pictures.values()):
-            raise DataError(f"document {number} has pictures, but no mm_token_type_ids; ask the processor for them")
+        if any(images.values()):
+            raise DataError(f"document {number} has images, but no mm_token_type_ids; ask the processor for them")
         return tokens, [], set()
     if len(kinds) != len(tokens):
         raise DataError(f"document {number} has {len(kinds)} mm_token_type_ids for {counted(len(tokens), 'token')}")
     # mm_token_type_ids marks image tokens 1 and video tokens 2, so the placeholder ids need not be known.
     ids = {kind: {token for token, each in zip(tokens, kinds, strict=True) if each == kind} for kind in (1, 2)}
-    return tokens, list(_in_order(number, tokens, ids, pictures)), ids[1] | ids[2]
+    return tokens, list(_in_order(number, tokens, ids, images)), ids[1] | ids[2]
 
 
 def _row(values: Any, number: int) -> list[int]:
@@ -294,7 +294,7 @@ def _row(values: Any, number: int) -> list[int]:
     return ids
 
 
-def _pictures(output: Mapping[str, Any], number: int, pixel_name: str, grid_name: str) -> list[Picture]:
+def _images(output: Mapping[str, Any], number: int, pixel_name: str, grid_name: str) -> list[ImagePatches]:
     """Split the concatenated pixels of a processor by its grids."""
     if output.get(pixel_name) is None:
         return []
@@ -309,10 +309,10 @@ def _pictures(output: Mapping[str, Any], number: int, pixel_name: str, grid_name
 
 
 def _in_order(
-    number: int, tokens: Sequence[int], ids: Mapping[int, set[int]], pictures: Mapping[int, list[Picture]]
-) -> Iterator[Picture]:
+    number: int, tokens: Sequence[int], ids: Mapping[int, set[int]], images: Mapping[int, list[ImagePatches]]
+) -> Iterator[ImagePatches]:
     """Yield images and videos in the order of their placeholders: the processor returns them as two separate lists."""
-    remaining = {kind: list(reversed(each)) for kind, each in pictures.items()}
+    remaining = {kind: list(reversed(each)) for kind, each in images.items()}
     slices_left = 0  # remaining slices of the current video
     for start, num in runs_of(tokens, [*ids[1], *ids[2]]):
         kind = 1 if tokens[start] in ids[1] else 2
@@ -323,11 +323,11 @@ def _in_order(
             if kind == 1 or not slices_left:
                 if not remaining[kind]:
                     raise DataError(f"document {number} has placeholders at token {start} without pixels for them")
-                picture = remaining[kind].pop()
-                yield picture
-                slices_left = picture[1][0] if kind == 2 else 0
-                places_of_slice = picture[1][1] * picture[1][2] // _MERGED**2
+                image = remaining[kind].pop()
+                yield image
+                slices_left = image[1][0] if kind == 2 else 0
+                places_of_slice = image[1][1] * image[1][2] // _MERGED**2
             places_left, slices_left = places_left - places_of_slice, max(0, slices_left - 1)
-    for kind, name in ((1, "picture"), (2, "video")):
+    for kind, name in ((1, "image"), (2, "video")):
         if remaining[kind]:
             raise DataError(f"document {number} has {counted(len(remaining[kind]), name)} without placeholders")

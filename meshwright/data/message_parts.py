@@ -1,6 +1,6 @@
 """Images and videos of a chat message, named by path or URL, in the formats of OpenAI, Qwen, LLaMA-Factory and others.
 
-All of these name the same picture:
+All of these name the same image:
 
   {"type": "image", "image": "a.png"}
   {"type": "image_url", "image_url": {"url": "a.png"}}
@@ -96,7 +96,7 @@ class Attachments:
 
 
 def _rate(value: Any, number: int) -> float:
-    """Check the frame rate of a video given as pictures."""
+    """Check the frame rate of a video given as images."""
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise DataError(f"message {number} shows a video with fps={value!r:.50}; it must be a number above 0")
     return float(value)
@@ -114,7 +114,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _path(value: Any, kind: str, number: int) -> Any:
-    """Return a path; for a video it may be a list of picture paths."""
+    """Return a path; for a video it may be a list of image paths."""
     value = _unwrapped(value)
     if kind == "video" and isinstance(value, list | tuple):
         return [_path(each, "image", number) for each in value]

@@ -51,7 +51,7 @@ def message_of(value: Any, number: int, attachments: Attachments) -> Message:
     content = attachments.parts(message.get("content"), number)
     content = _text(content, number, missing_is_fine=bool(calls or thinking))
     if role == "assistant" and not isinstance(content, str):
-        raise DataError(f"message {number} of the assistant shows pictures; a model can only be trained to write text")
+        raise DataError(f"message {number} of the assistant shows images; a model can only be trained to write text")
     if role == "assistant" and not (content or calls or thinking):
         raise DataError(f"message {number} of the assistant says nothing: no content, no thinking, no tool call")
     thinking_field = {} if thinking is None else {"reasoning_content": thinking}

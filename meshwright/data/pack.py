@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import DataError
 from .batch import IGNORE, NO_EXPERT, Batch
 from .field_values import OverTokens, joined, to_terms
-from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
+from .images import PLACEHOLDERS, ImagePatches, are_of_processor, ids_of, images_of, joined_images, of_processor
 from .pack_checks import (
     check_documents,
     check_experts,
@@ -40,7 +40,7 @@ def pack(
     *,
     labels: Sequence[Sequence[int]] | OverTokens | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
-    images: Sequence[Sequence[Picture]] | None = None,
+    images: Sequence[Sequence[ImagePatches]] | None = None,
     placeholders: Sequence[int] = PLACEHOLDERS,
     length: int | None = None,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
@@ -57,7 +57,7 @@ def pack(
     documents with the same number together, such as the answers to one prompt. `experts`: for each document `[tokens,
     layers, k]`, the experts that its tokens must use (`mw.expert_choices`).
 
-    `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
+    `images`: for each document its images and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
     the tokens that stand for them; they have no label, and no label is one of them. Instead of a list, a document may
     be the output of such a processor: `pack([processor(text=..., images=...), ...])`.
@@ -98,16 +98,16 @@ def pack(
 
 
 def _from_processor(
-    documents: Any, images: Sequence[Sequence[Picture]] | None, placeholders: Sequence[int]
-) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Picture]] | None, Sequence[int]]:
-    """Return tokens, pictures and placeholders of documents that are the output of a processor."""
+    documents: Any, images: Sequence[Sequence[ImagePatches]] | None, placeholders: Sequence[int]
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[ImagePatches]] | None, Sequence[int]]:
+    """Return tokens, images and placeholders of documents that are the output of a processor."""
     is_list_of_dicts = (
         isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
     )
     if not is_list_of_dicts or not any(are_of_processor(each) for each in documents):
         return documents, images, placeholders
     if images is not None:
-        raise DataError("documents from a processor contain their pictures; leave images= out")
+        raise DataError("documents from a processor contain their images; leave images= out")
     outputs = [of_processor(each, number) for number, each in enumerate(documents)]
     return (
         [tokens for tokens, _, _ in outputs],
@@ -141,8 +141,8 @@ def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], placeholder_ids: Seque
     labels_T = to_terms(tokens_T, bounds, IGNORE)
     if placeholder_ids:
         ids_N = torch.tensor([*placeholder_ids], device=tokens_T.device)
-        of_picture_T = torch.isin(torch.stack([tokens_T, labels_T]), ids_N)
-        labels_T[of_picture_T.any(0)] = IGNORE
+        of_image_T = torch.isin(torch.stack([tokens_T, labels_T]), ids_N)
+        labels_T[of_image_T.any(0)] = IGNORE
     return labels_T
 
 

@@ -160,7 +160,7 @@ def check_unlearnt(batch: Batch, placeholder_ids: Sequence[int]) -> None:
     if wrong_T.any():
         at = int(wrong_T.nonzero()[0])
         raise DataError(
-            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be a target; "
+            f"the label at token {at} is {int(batch.labels[at])}, which stands for an image and cannot be a target; "
             "give such tokens the label -100"
         )
 

@@ -4,7 +4,7 @@ Sizes and patches equal those of transformers' Qwen3VLProcessor, from the same c
 a separate implementation because reading data needs only sizes, from file headers; pixels are decoded when a batch is
 made.
 
-Example: a picture of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its single mark in
+Example: an image of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its single mark in
 the text becomes 300 placeholder tokens.
 """
 
@@ -67,7 +67,7 @@ class Processor:
 
     @property
     def settings_key(self) -> str:
-        """Return everything that the placeholders of a picture depend on, for the cache key.
+        """Return everything that the placeholders of an image depend on, for the cache key.
 
         Other limits give other numbers of placeholders. Without this in the key, pixels and cached placeholders would
         disagree after a change of `max_pixels`.
@@ -75,17 +75,17 @@ class Processor:
         settings = [_read(self.directory / name) for name in ("processor_config.json", *_FILES.values())]
         return repr((settings, self.patch, self.wishes))
 
-    def picture(self, path: str) -> View:
+    def image(self, path: str) -> View:
         """Return the grid of an image, from its header."""
         file = self._file(path)
         height, width = self._fitted_size("image", *size_of(file))
         return View.read([file], self._grid(1, height, width))
 
     def video(self, source: str | Sequence[str], fps: float | None) -> View:
-        """Return the grid of a video: a file, whose frames are sampled, or a list of pictures at `fps`."""
+        """Return the grid of a video: a file, whose frames are sampled, or a list of images at `fps`."""
         if not isinstance(source, str):
             if not source or not fps:
-                raise DataError('a video given as a list of pictures must not be empty, and needs its "fps"')
+                raise DataError('a video given as a list of images must not be empty, and needs its "fps"')
             files = [self._file(path) for path in source]
             return self._slices(files, Clip(len(files), fps, size_of(files[0])), range(len(files)))
         file = self._file(source)
@@ -96,7 +96,7 @@ class Processor:
         """Return the grid of some frames of a video."""
         num = len(frame_numbers)
         if num < _TEMPORAL_PATCH:
-            raise DataError(f"the video {files[0]} has {num} picture; give two or more, or a picture")
+            raise DataError(f"the video {files[0]} has {num} frame; give two or more, or an image")
         height, width = self._fitted_size("video", *_at_least(self._factor, *clip.size), num)
         grid = self._grid(-(-num // _TEMPORAL_PATCH), height, width)
         return View.read(files, grid, frame_numbers, clip.fps)
@@ -135,7 +135,7 @@ class Processor:
         expected = [self.placeholders.video if view.taken else self.placeholders.image for view in views]
         if pieces[1::2] != expected:
             raise DataError(
-                f"the chat template writes {len(pieces) // 2} placeholders for {counted(len(expected), 'picture')} and "
+                f"the chat template writes {len(pieces) // 2} placeholders for {counted(len(expected), 'image')} and "
                 f"videos of the messages, or a text contains {self.placeholders.image} or {self.placeholders.video} "
                 "itself; use the template of a vision-language model"
             )
@@ -146,7 +146,7 @@ class Processor:
     def pixels(self, view: View) -> Tensor:
         """Decode and return a uint8 row for each patch, the four patches of a token together, tokens row by row."""
         size = (view.grid[1] * self.patch, view.grid[2] * self.patch)
-        frames = [_resized(picture, size) for picture in view.pictures()]
+        frames = [_resized(image, size) for image in view.images()]
         # An image is repeated to fill its slice of two frames, and so is an odd last frame.
         frames += frames[-1:] * (view.grid[0] * _TEMPORAL_PATCH - len(frames))
         return torch.from_numpy(patched(np.stack(frames), self.patch))
@@ -172,13 +172,13 @@ class Processor:
         """Return an existing local file."""
         file = self.wishes.root / path.removeprefix("file://")
         if "://" in path.removeprefix("file://") or path.startswith("data:"):
-            raise DataError(f"{path:.80} is not a local path; download pictures before the run, and give their paths")
+            raise DataError(f"{path:.80} is not a local path; download images before the run, and give their paths")
         try:
             is_file = file.is_file()
         except OSError as error:  # a name that no file can have
             raise DataError(f"{path:.80} is not a valid path: {error.strerror}") from error
         if not is_file:
-            raise DataError(f"there is no file {file}; relative paths start at the data, or at pictures.root")
+            raise DataError(f"there is no file {file}; relative paths start at the data, or at images.root")
         return file.absolute()
 
     def _of(self, kind: str) -> Mapping[str, Any]:
@@ -196,7 +196,7 @@ class Processor:
         settings = joint or _read(self.directory / _FILES[kind])
         if not settings:
             raise DataError(
-                f"{self.directory} has no {_FILES[kind]}, which limits the size of a {kind}; copy it from the original "
+                f"{self.directory} has no {_FILES[kind]}, which limits the size of {kind}s; copy it from the original "
                 "model"
             )
         for name, allowed in _SUPPORTED.items():
@@ -212,7 +212,7 @@ class Processor:
         size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels"), **size}
         if not all(type(edge) is int and edge > 0 for edge in (size["shortest_edge"], size["longest_edge"])):
             raise DataError(
-                f"{_FILES[kind]}: size={size} must name shortest_edge and longest_edge, in pixels of a {kind}"
+                f"{_FILES[kind]}: size={size} must name shortest_edge and longest_edge, in pixels of {kind}s"
             )
         return {**settings, "size": size}
 
@@ -227,7 +227,7 @@ def fitted(height: int, width: int, factor: int, pixels: tuple[int, int], num: i
     """
     min_pixels, max_pixels = pixels
     if max(height, width) > _MOST_OBLONG * min(height, width):
-        raise DataError(f"a picture of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
+        raise DataError(f"an image of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
     fitted_height, fitted_width = (round(side / factor) * factor for side in (height, width))
     # Rounding follows transformers: the frames that count for the limit are rounded to whole slices, the scale uses the
     # real number.
@@ -269,11 +269,11 @@ def patched(frames_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, An
     return np.ascontiguousarray(rows).reshape(-1, colours * _TEMPORAL_PATCH * patch * patch)
 
 
-def _resized(picture: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+def _resized(image: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Resize with Pillow's bicubic filter. torch's antialiased filter differs in the last bits."""
     from PIL.Image import Resampling
 
-    return np.asarray(picture.resize(size[::-1], Resampling.BICUBIC))
+    return np.asarray(image.resize(size[::-1], Resampling.BICUBIC))
 
 
 def _read(file: Path) -> dict[str, Any]:

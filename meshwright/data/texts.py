@@ -46,7 +46,7 @@ class Texts:
 class TextOnly:
     """Text-only documents for a vision-language model. Refuses placeholder tokens.
 
-    A document about the model itself may contain a placeholder in its text. The model would look for a picture that
+    A document about the model itself may contain a placeholder in its text. The model would look for an image that
     does not exist.
     """
 
@@ -60,7 +60,7 @@ class TextOnly:
             token for each in documents for token in each.ids.tolist() if token in self.placeholder_ids
         ):
             raise DataError(
-                f"it has the token {placeholder}, which stands for a picture, but no picture; spell it differently"
+                f"it has the token {placeholder}, which stands for an image, but no image; spell it differently"
             )
         return documents
 

@@ -111,7 +111,7 @@ class _ShardResult:
 def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
     """Return the documents of a source, from the cache if it is valid. One process builds it, all others wait.
 
-    The first process of a run verifies the checksums of the cache and the ends of all pictures, and rebuilds it if
+    The first process of a run verifies the checksums of the cache and the ends of all images, and rebuilds it if
     needed.
 
     The order: lock; verify an existing cache; build it if there is none; write a note that this run has verified it.
@@ -142,15 +142,15 @@ def _is_of_this_run(checked: Path) -> bool:
 
 
 def _remove_stale(name: str, final: Path) -> None:
-    """Remove a cache that fails its checksums, or one of whose pictures has changed or is gone.
+    """Remove a cache that fails its checksums, or one of whose images has changed or is gone.
 
-    It is derived data, so it will be rebuilt, with a warning. Then `on_bad` decides about a row whose picture is gone.
+    It is derived data, so it will be rebuilt, with a warning. Then `on_bad` decides about a row whose image is gone.
     """
     try:
         info = info_of(final)
         with ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(_check, [final / file for file in info["sums"]], info["sums"].values()))
-        if change := Documents(name, final).changed_picture():
+        if change := Documents(name, final).changed_image():
             raise DamagedCache(change)
     except DamagedCache as error:
         logger.warning("rebuilding the token cache of %s, which is out of date: %s", name, error)

@@ -1,4 +1,4 @@
-"""A tokenised document, or a group of documents that must stay together: ids, trained ranges, pictures."""
+"""A tokenised document, or a group of documents that must stay together: ids, trained ranges, images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tokens:
 
     ids: Ids
     spans: tuple[Span, ...]
-    views: tuple[View, ...] = ()  # pictures and videos, in the order of their places
+    views: tuple[View, ...] = ()  # images and videos, in the order of their places
     parts: tuple[int, ...] = ()
     classes: tuple[int, ...] = ()
 

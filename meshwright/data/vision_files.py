@@ -18,13 +18,13 @@ from ..errors import DataError
 
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations in which width and height are swapped
 _ORIENTATION = 0x0112
-_STILL = {".gif", ".webp", ".png", ".apng"}  # picture formats that may be animated
+_STILL = {".gif", ".webp", ".png", ".apng"}  # image formats that may be animated
 _COUNTED = ("GIF", "WEBP", "PNG")  # formats whose frames Pillow counts
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS, which Pillow hands to Ghostscript
 # FFmpeg follows playlists to other files and URLs, so no playlist format is allowed, and only local files.
 _CONTAINERS = {"format_whitelist": "mov,matroska,avi,mpeg,mpegts", "protocol_whitelist": "file"}
 _VIDEOS = "MP4, MOV, Matroska, WebM, AVI, MPEG"
-MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any Qwen processor keeps, and 192 MiB as RGB
+MOST_PIXELS = 64 << 20  # of an image: 4 times as many as any Qwen processor keeps, and 192 MiB as RGB
 _END_BYTES = 4096  # read from each end of a file, to tell it from another file of the same size
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # near the end of a whole file, never in compressed pixels
 # Exceptions that Pillow raises for broken files.
@@ -41,8 +41,8 @@ class Clip:
 
 
 @contextmanager
-def open_picture(file: Path) -> Iterator[Any]:
-    """Open a picture, with Pillow's errors as DataErrors.
+def open_image(file: Path) -> Iterator[Any]:
+    """Open an image, with Pillow's errors as DataErrors.
 
     Only listed formats are allowed: Pillow's plugins include parsers for old formats with a history of security bugs,
     and one that runs Ghostscript.
@@ -50,37 +50,37 @@ def open_picture(file: Path) -> Iterator[Any]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise DataError("pictures are read by Pillow; install it: pip install 'meshwright[vision]'") from error
+        raise DataError("images are read by Pillow; install it: pip install 'meshwright[vision]'") from error
     try:
-        with Image.open(file, formats=_FORMATS) as picture:
-            _check_size(file, *picture.size)
-            yield picture
+        with Image.open(file, formats=_FORMATS) as image:
+            _check_size(file, *image.size)
+            yield image
     except UnidentifiedImageError as error:
-        raise DataError(f"{file} cannot be read as a picture: it is none of {', '.join(_FORMATS)}") from error
+        raise DataError(f"{file} cannot be read as an image: it is none of {', '.join(_FORMATS)}") from error
     except (*_OF_PILLOW, Image.DecompressionBombError) as error:
-        raise DataError(f"{file} cannot be read as a picture: {error}") from error
+        raise DataError(f"{file} cannot be read as an image: {error}") from error
 
 
 def _check_size(file: Path, width: int, height: int) -> None:
-    """Refuse a picture by its header: a small file can decompress to more pixels than fit into memory."""
+    """Refuse an image by its header: a small file can decompress to more pixels than fit into memory."""
     if width * height > MOST_PIXELS:
         raise DataError(f"{file} has {width} x {height} pixels, above the limit of {MOST_PIXELS:,}; make it smaller")
 
 
 def size_of(file: Path) -> tuple[int, int]:
     """Return height and width after EXIF rotation. Refuse a file that has been cut off."""
-    with open_picture(file) as picture:
-        width, height = picture.size
-        if not _seems_whole(file, picture.format):
-            picture.load()
-        is_sideways = picture.getexif().get(_ORIENTATION) in _SIDEWAYS
+    with open_image(file) as image:
+        width, height = image.size
+        if not _seems_whole(file, image.format):
+            image.load()
+        is_sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
     return (width, height) if is_sideways else (height, width)
 
 
 def _seems_whole(file: Path, kind: str) -> bool:
     """Return whether a file has the end mark of its format. Without one, only decoding shows whether it is whole.
 
-    Most broken pictures are interrupted downloads. Decoding every picture would take hours for a million of them.
+    Most broken images are interrupted downloads. Decoding every image would take hours for a million of them.
     """
     ends = _ends_of(file)
     if kind == "WEBP":
@@ -97,48 +97,48 @@ def _ends_of(file: Path) -> bytes:
 
 
 def clip_of(file: Path) -> Clip:
-    """Return frame count, rate and size of a video or animated picture."""
+    """Return frame count, rate and size of a video or animated image."""
     if file.suffix.lower() not in _STILL:
         return _clip(file)
-    with open_picture(file) as picture:
-        num = picture.n_frames if picture.format in _COUNTED else 1
-        duration_ms = float(picture.info.get("duration") or 0)
+    with open_image(file) as image:
+        num = image.n_frames if image.format in _COUNTED else 1
+        duration_ms = float(image.info.get("duration") or 0)
         if num > 1 and duration_ms <= 0:
-            raise DataError(f'{file} has no frame duration; give its pictures as a list, with "fps"')
-        return Clip(num, 1000.0 / (duration_ms or 1000.0), picture.size[::-1])
+            raise DataError(f'{file} has no frame duration; give its frames as a list of images, with "fps"')
+        return Clip(num, 1000.0 / (duration_ms or 1000.0), image.size[::-1])
 
 
-def pictures_of(files: Sequence[Path], frame_numbers: Sequence[int]) -> Iterator[Any]:
-    """Yield RGB frames: one of each picture file; those with `frame_numbers` of a video; or the only picture."""
+def read_images(files: Sequence[Path], frame_numbers: Sequence[int]) -> Iterator[Any]:
+    """Yield RGB frames: one of each image file; those with `frame_numbers` of a video; or the only image."""
     if len(files) > 1 or not frame_numbers:
         for file in files:
-            with open_picture(file) as picture:
-                yield _upright(picture)
+            with open_image(file) as image:
+                yield _upright(image)
     elif files[0].suffix.lower() in _STILL:
-        with open_picture(files[0]) as picture:
+        with open_image(files[0]) as image:
             for number in frame_numbers:
-                picture.seek(number)
-                yield _to_rgb(picture)
+                image.seek(number)
+                yield _to_rgb(image)
     else:
         yield from _decoded(files[0], frame_numbers)
 
 
-def _upright(picture: Any) -> Any:
+def _upright(image: Any) -> Any:
     """Apply EXIF rotation."""
     from PIL import ImageOps
 
-    return _to_rgb(ImageOps.exif_transpose(picture))
+    return _to_rgb(ImageOps.exif_transpose(image))
 
 
-def _to_rgb(picture: Any) -> Any:
+def _to_rgb(image: Any) -> Any:
     """Convert to RGB, with transparency on white as inference servers do: dropping alpha can leave black on black."""
     from PIL import Image
 
-    if "A" not in picture.getbands() and "transparency" not in picture.info:
-        return picture.convert("RGB")
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return image.convert("RGB")
     # Composite instead of converting: `convert("RGB")` would drop alpha and keep whatever colour transparent pixels
     # have.
-    rgba = picture.convert("RGBA")
+    rgba = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
@@ -152,8 +152,8 @@ def _opened(file: Path) -> Iterator[Any]:
         import av
     except ImportError as error:
         raise DataError(
-            f"{file} is read by PyAV; install it: pip install 'meshwright[vision]'. Or give the pictures of a video as "
-            'a list, and "fps"'
+            f"{file} is read by PyAV; install it: pip install 'meshwright[vision]'. Or give the frames of a video as a "
+            'list of images, and "fps"'
         ) from error
     try:
         with av.open(str(file), container_options=_CONTAINERS) as container:
@@ -194,11 +194,11 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 @dataclass(frozen=True)
 class View:
-    """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes` and `ends`:
-    their size and a checksum of their first and last bytes when they were read. `taken`: the used frames of a video,
-    which has `fps` frames per second.
+    """An image or video with its patch grid. `files`: one file, or an image for each frame of a video. `num_bytes` and
+    `ends`: their size and a checksum of their first and last bytes when they were read. `taken`: the used frames of a
+    video, which has `fps` frames per second.
 
-    A document keeps only these paths and numbers of a picture, a few hundred bytes. Pixels are read when a batch is
+    A document keeps only these paths and numbers of an image, a few hundred bytes. Pixels are read when a batch is
     made, and never by ranks that do not encode them.
     """
 
@@ -223,7 +223,7 @@ class View:
 
     @property
     def content(self) -> str:
-        """Return a text that identifies the content of the picture, without its path."""
+        """Return a text that identifies the content of the image, without its path."""
         return repr((self.grid, self.num_bytes, self.ends, self.taken, self.fps))
 
     def change(self) -> str:
@@ -236,18 +236,18 @@ class View:
             return f"{paths[0]} had {self.num_bytes} bytes when the data were read, and now has {num_bytes}"
         return "" if ends == self.ends else f"{paths[0]} has other bytes than when the data were read"
 
-    def pictures(self) -> Iterator[Any]:
+    def images(self) -> Iterator[Any]:
         """Yield the frames as RGB. Refuse files that have changed since the grid was computed."""
         # Checked again at this point: days may pass between reading the data and training on them.
         if change := self.change():
             raise DataError(f"{change}; restore it, or start the run again, which then reads the data again")
-        return pictures_of([Path(file) for file in self.files], self.taken)
+        return read_images([Path(file) for file in self.files], self.taken)
 
     def thumbnail(self, side: int) -> str:
         """Return the first frame as a JPEG of at most `side` x `side` pixels, in base64."""
-        picture, jpeg = next(self.pictures()), io.BytesIO()
-        picture.thumbnail((side, side))
-        picture.save(jpeg, "JPEG", quality=70)
+        image, jpeg = next(self.images()), io.BytesIO()
+        image.thumbnail((side, side))
+        image.save(jpeg, "JPEG", quality=70)
         return base64.b64encode(jpeg.getvalue()).decode()
 
     def __str__(self) -> str:

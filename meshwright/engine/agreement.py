@@ -32,7 +32,7 @@ from .model import Model
 from .mtp import MtpData, mtp_data
 from .step_results import Results
 from .validation import check_autocast, check_batches, check_given_experts, check_inference_mode, check_word_ids
-from .vision_sync import check_pictures, pictures_mask
+from .vision_sync import check_images, images_mask
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class Data:
     num_tokens: int = 0  # in each batch
     num_real: int = 0  # in all batches, without padding
     checksum: int = 0
-    pictures: int = 0  # a bit for each micro-batch that has some
+    images_mask: int = 0  # a bit for each micro-batch that has some
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class GatheredData:
         return Data(weight, mtp_weight, *map(int, numbers))
 
     @property
-    def pictures(self) -> int:
-        """Return a bit for each micro-batch in which any rank has pictures."""
-        return functools.reduce(operator.or_, map(int, self.column("pictures").unique().tolist()))
+    def images_mask(self) -> int:
+        """Return a bit for each micro-batch in which any rank has images."""
+        return functools.reduce(operator.or_, map(int, self.column("images_mask").unique().tolist()))
 
     @functools.cached_property
     def first_rows(self) -> Tensor:
@@ -114,7 +114,7 @@ class Step:
     num_targets: int
     num_tokens: int  # without padding
     num_batches: int
-    pictures: int = 0  # a bit for each micro-batch in which any rank has some
+    images_mask: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are
     mtp: MtpData = field(default_factory=MtpData)
     results: Results = field(default_factory=Results)  # known when backward is over
@@ -272,7 +272,7 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     marks = want in ("values", "hidden")  # labels are classes, or mark the tokens that have a term
-    check_pictures(batches, model.blueprint.module.tower, words=not marks)
+    check_images(batches, model.blueprint.module.tower, words=not marks)
     check_given_experts(batches, model.blueprint.balance)
     check_word_ids(batches, words, model.blueprint.vocab)
     if not marks:
@@ -289,7 +289,7 @@ def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token
         num_tokens=len(batches[0]),
         num_real=sum(len(b) - b.num_filler for b in batches),
         checksum=checksum([stream for batch in batches for stream in _streams(batch)]),
-        pictures=pictures_mask(batches),
+        images_mask=images_mask(batches),
     )
 
 
@@ -389,4 +389,4 @@ def whole_step(proposal: Proposal, gathered: GatheredData, mesh: Mesh) -> Step:
     mtp_targets, followed = (int(unique.column(name).sum()) for name in ("num_mtp_targets", "num_followed"))
     mtp = MtpData(sum(unique.column("mtp_weight").tolist()), mtp_targets, followed)
     numbers = weight, num_targets, num_tokens, num_batches
-    return Step(proposal.lr, proposal.max_norm, *numbers, gathered.pictures, mtp=mtp)
+    return Step(proposal.lr, proposal.max_norm, *numbers, gathered.images_mask, mtp=mtp)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import IGNORE, PLACEHOLDERS, Batch, OverTokens, Picture, cut, pack
+from ..data import IGNORE, PLACEHOLDERS, Batch, ImagePatches, OverTokens, cut, pack
 from ..errors import DataError, counted
 from ..mesh import Mesh
 from ..watch import names_lost_ranks
@@ -32,7 +32,7 @@ def batches(
     max_tokens: int | None = None,
     labels: Sequence[Sequence[int]] | OverTokens | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
-    images: Sequence[Sequence[Picture]] | None = None,
+    images: Sequence[Sequence[ImagePatches]] | None = None,
     placeholders: Sequence[int] = PLACEHOLDERS,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
     groups: Sequence[int] | None = None,

@@ -65,7 +65,7 @@ from .validation import (
     lr_of_step,
     norm_bound,
 )
-from .vision_sync import forced_tower_runs, sync_pictures, unused_tower_parameters, zero_gradients
+from .vision_sync import forced_tower_runs, sync_images, unused_tower_parameters, zero_gradients
 
 
 class Engine:
@@ -379,7 +379,7 @@ class Engine:
         """Reduce gradients over the axes that FSDP leaves out, such as tp for norms. Do so once a step: a second
         all-reduce would multiply the gradients by the number of ranks."""
         zero_gradients(self.model, self._looked_up)
-        grads, unused = self.model.grads(), unused_tower_parameters(self.model, step.pictures)
+        grads, unused = self.model.grads(), unused_tower_parameters(self.model, step.images_mask)
         check_complete(grads, [name for name in self.model.trainable if name not in unused])
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
         zero_gradients(self.model, unused)
@@ -415,8 +415,8 @@ class Engine:
         return shares
 
     def _local_batches(self, batches: Sequence[Batch], step: Step) -> list[Batch]:
-        """Copy this rank's batches to the device, with pictures in the micro-batches in which any rank has some."""
-        synced = sync_pictures(batches, step.pictures, self.model.blueprint.module.tower)
+        """Copy this rank's batches to the device, with images in the micro-batches in which any rank has some."""
+        synced = sync_images(batches, step.images_mask, self.model.blueprint.module.tower)
         return [batch.to(self.model.mesh.device) for batch in synced]
 
     def _agree(self, call: str, batches: Sequence[Batch]) -> Step:
@@ -448,7 +448,7 @@ class Engine:
         step = whole_step(proposal, gathered, self.model.mesh)
         step = step if Loss.of(self.loss).normalise else replace(step, weight=1.0)
         runs = forced_tower_runs(self.model, step.num_batches) if call == STEP else 0
-        return replace(step, pictures=step.pictures | runs, owner=self)
+        return replace(step, images_mask=step.images_mask | runs, owner=self)
 
     def _settings(self) -> dict[str, object]:
         """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""

@@ -36,7 +36,7 @@ def begun_backward(
         return {}
     fake_mesh, counts = FakeMesh(axes, rank), dict[str, Counter[str]]()
     for stage in spec.stages(axes, rank):
-        part = begins_in(stage, spec, axes, trained, pictures=False)
+        part = begins_in(stage, spec, axes, trained, with_images=False)
         if part:
             copy = _copy_of_part(spec, stage, part, fake_mesh, compute)
             for name, parameter in copy.named_parameters():

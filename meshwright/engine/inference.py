@@ -20,7 +20,7 @@ from ..watch import names_lost_ranks
 from .agreement import GatheredData, Proposal, agree, check_is_model, check_same_data, data_of
 from .model import Model
 from .validation import check_num_top, check_temperature
-from .vision_sync import sync_pictures
+from .vision_sync import sync_images
 
 SCORES = Sum("the scores of the last stage", ("pp",))
 
@@ -185,7 +185,7 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
     _, gathered = agree(model, call, propose, REPLICA)
     check_same_data(gathered, model.mesh, REPLICA)
     _check_same_count(gathered)
-    synced = sync_pictures(batches, gathered.pictures, model.blueprint.module.tower)
+    synced = sync_images(batches, gathered.images_mask, model.blueprint.module.tower)
     local = [batch.to(model.mesh.device) for batch in synced]
     both = lambda _batch, scores: scores[0] if len(scores) == 1 else torch.stack(scores, -1)  # noqa: E731 - short
     results = parallel.run_forward(model, local, want, both)

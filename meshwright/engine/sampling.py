@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import parallel
 from ..axes import DENSE, Sum
-from ..data import IGNORE, PLACEHOLDERS, Batch, Picture, pack
+from ..data import IGNORE, PLACEHOLDERS, Batch, ImagePatches, pack
 from ..errors import StateError
 from ..models import Want, text_config
 from ..watch import doing, names_lost_ranks
@@ -31,14 +31,14 @@ _FIRST_ROOM = 16  # tokens that are padded for at first; then twice as many, and
 
 @dataclass(frozen=True)
 class Decoding:
-    """Options for continuing prompts: the arguments of `sample`. `pictures`: those of each prompt, on one process."""
+    """Options for continuing prompts: the arguments of `sample`. `images`: those of each prompt, on one process."""
 
     tokens: int
     top_p: float | None = None
     temperature: float | None = None
     stop: Collection[int] = ()
     seed: int = 0
-    pictures: Sequence[Sequence[Picture]] | None = None
+    images: Sequence[Sequence[ImagePatches]] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -112,7 +112,7 @@ def _check(model: Model, prompts: Sequence[Sequence[int]], how: Decoding) -> Non
     longest = text_config(model.config).get("max_position_embeddings")
     check_prompts(prompts, how.tokens, model.blueprint.vocab, longest)
     tower = model.blueprint.module.tower
-    if how.pictures is None:
+    if how.images is None:
         check_no_placeholders(prompts, tower.ids if tower is not None else ())
     how.check()
 
@@ -134,10 +134,10 @@ def _pack_sequences(
     labels = [[IGNORE] * size for size in sizes]
     for ids, document_labels in zip(so_far, labels, strict=True):
         document_labels[len(ids) - 1] = 0  # any token id will do: only the position matters
-    tower, pictures = model.blueprint.module.tower, how.pictures
+    tower, images = model.blueprint.module.tower, how.images
     places = PLACEHOLDERS if tower is None else tower.ids
     length = -(-sum(sizes) // share) * share
-    return pack(padded, labels=labels, images=pictures, placeholders=places, length=length)
+    return pack(padded, labels=labels, images=images, placeholders=places, length=length)
 
 
 def _room(num_generated: int, tokens: int) -> int:
@@ -160,7 +160,7 @@ def _next_logits(model: Model, batch: Batch) -> Tensor:
         local_PV[row_P // share == mesh.coords["cp"]] = result_PV
     logits_PV = gather_vocabulary(model, mesh.all_reduce_(local_PV, Sum("the logits of a sample", ("pp", "cp"))))
     tower = model.blueprint.module.tower
-    if tower is not None:  # a generated placeholder would be the place of a picture that does not exist
+    if tower is not None:  # a generated placeholder would be the place of an image that does not exist
         logits_PV[:, [*tower.ids]] = -torch.inf
     return logits_PV
 

@@ -10,7 +10,7 @@ from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
 from ..ops.codings import FP8
 from ..optim import AdamW, Optimizer
-from ..sharding import Charge, Pictures, Work, bill
+from ..sharding import Charge, ImageFrames, Work, bill
 from .agreement import NUM_COLUMNS, STEP, agreement_name
 from .model import Model
 from .mtp import LABEL
@@ -20,19 +20,19 @@ from .vision_sync import forced_tower_runs
 
 
 def step_bill(
-    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = (),
+    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", images: ImageFrames = (),
     optimizer: Optimizer = AdamW(),
 ) -> list[Charge]:  # fmt: skip
     """Return the collectives of `engine.step` on this rank, for `num_batches` micro-batches of `tokens` tokens.
 
-    `pictures`: for each micro-batch the frames of this data rank, None if no data rank has any.
+    `images`: for each micro-batch the frames of this data rank, None if no data rank has any.
     """
     compute = model.dtype.itemsize
     frozen = frozenset(model.table.params) - {*model.trained}
-    if forced_tower_runs(model, num_batches):  # the tower runs even without pictures
-        pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
+    if forced_tower_runs(model, num_batches):  # the tower runs even without images
+        images = tuple(frames or () for frames in images or [None] * num_batches)
     numbers = {**model.codings, **dict.fromkeys(model.low.names, FP8)}
-    work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
+    work = Work(tokens, num_batches, compute, max(4, compute), images, frozen, numbers, model.begun)
     return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux, optimizer)
 
 

@@ -218,12 +218,12 @@ def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | No
 
 
 def check_no_placeholders(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> None:
-    """Refuse picture placeholders in prompts: `sample` takes no pictures, so the model would read the embedding of the
+    """Refuse image placeholders in prompts: `sample` takes no images, so the model would read the embedding of the
     placeholder itself."""
     for number, prompt in enumerate(prompts):
         if placeholders := sorted({*prompt} & {*places}):
             raise DataError(
-                f"prompt {number} has the token {placeholders[0]}, which stands for a picture; samples take text only"
+                f"prompt {number} has the token {placeholders[0]}, which stands for an image; samples take text only"
             )
 
 

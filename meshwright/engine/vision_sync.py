@@ -1,8 +1,8 @@
-"""Pictures in a step: all ranks run the vision tower in the same micro-batches.
+"""Images in a step: all ranks run the vision tower in the same micro-batches.
 
-The tower has collectives (FSDP gathers its parameters), and each rank has other pictures, or none. If each rank decided
+The tower has collectives (FSDP gathers its parameters), and each rank has other images, or none. If each rank decided
 by its own batch, collectives of different kinds would pair up, or a rank would wait forever. So ranks agree on a mask
-with a bit for each micro-batch. If any rank has pictures, all ranks run the tower, those without pictures on zero
+with a bit for each micro-batch. If any rank has images, all ranks run the tower, those without images on zero
 patches. If no rank has, none runs it, and it costs nothing.
 """
 
@@ -22,13 +22,13 @@ from .model import Model
 _BITS = 53  # of the mask: it travels in a row of float64, which hold integers of 53 bits
 
 
-def pictures_mask(batches: Sequence[Batch]) -> int:
-    """Return a bit for each micro-batch with pictures. The last bit stands for all later micro-batches too."""
+def images_mask(batches: Sequence[Batch]) -> int:
+    """Return a bit for each micro-batch with images. The last bit stands for all later micro-batches too."""
     return sum({1 << min(number, _BITS - 1) for number, batch in enumerate(batches) if batch.frames})
 
 
 def forced_tower_runs(model: Model, num_batches: int) -> int:
-    """Return the mask of micro-batches in which the tower runs even if no rank has pictures.
+    """Return the mask of micro-batches in which the tower runs even if no rank has images.
 
     These are all if nothing else of the first stage is trained, and none otherwise. Without the tower, backward of that
     stage would have no graph, and FSDP frees gathered parameters only in backward.
@@ -38,8 +38,8 @@ def forced_tower_runs(model: Model, num_batches: int) -> int:
     return sum({1 << min(number, _BITS - 1) for number in range(num_batches)}) if only_tower else 0
 
 
-def sync_pictures(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
-    """Return the batches with pictures according to the mask of all ranks: a batch without pictures gets an empty set
+def sync_images(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
+    """Return the batches with images according to the mask of all ranks: a batch without images gets an empty set
     of them if any rank has some, so that it runs the tower too."""
     if tower is None:
         return list(batches)
@@ -52,16 +52,16 @@ def sync_pictures(batches: Sequence[Batch], mask: int, tower: Tower | None) -> l
     return [synced(number, batch) for number, batch in enumerate(batches)]
 
 
-def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool) -> None:
-    """Refuse placeholders without a picture, and pictures at other tokens. `words`: labels are tokens, not classes.
+def check_images(batches: Sequence[Batch], tower: Tower | None, *, words: bool) -> None:
+    """Refuse placeholders without an image, and images at other tokens. `words`: labels are tokens, not classes.
 
-    Both would train without an error: on the embedding of the placeholder, or on pictures that replace text.
+    Both would train without an error: on the embedding of the placeholder, or on images that replace text.
     """
     for batch in batches:
         if tower is None:
             if batch.frames:
                 raise DataError(
-                    f"a batch has {counted(len(batch.frames), 'frame')} of pictures, but the model was loaded without "
+                    f"a batch has {counted(len(batch.frames), 'frame')} of images, but the model was loaded without "
                     "its tower; use mw.load(..., tower=True)"
                 )
             continue
@@ -78,16 +78,16 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool
         if odd_T.any():
             at = int(odd_T.nonzero()[0])
             token = int(batch.tokens[at])
-            what = "is in the place of a picture" if filled_T[at] else "stands for a picture that the batch lacks"
+            what = "is in the place of an image" if filled_T[at] else "stands for an image that the batch lacks"
             raise DataError(
-                f"token {token} at position {at} {what}; pictures go to the tokens {list(tower.ids)} of config.json: "
-                "give mw.pack all pictures, and placeholders= if your token ids differ; sampled text must not contain "
+                f"token {token} at position {at} {what}; images go to the tokens {list(tower.ids)} of config.json: "
+                "give mw.pack all images, and placeholders= if your token ids differ; sampled text must not contain "
                 "these tokens"
             )
-        if words and (is_picture_T := tower.is_place(batch.labels)).any():
-            at = int(is_picture_T.nonzero()[0])
+        if words and (is_image_T := tower.is_place(batch.labels)).any():
+            at = int(is_image_T.nonzero()[0])
             raise DataError(
-                f"the label {int(batch.labels[at])} at position {at} stands for a picture, which no model generates; "
+                f"the label {int(batch.labels[at])} at position {at} stands for an image, which no model generates; "
                 "set it to -100"
             )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import api as mw
 from . import jagged
 
-_PICTURES = ("pixel_values", "image_grid_thw", "video_grid_thw")
+_IMAGES = ("pixel_values", "image_grid_thw", "video_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def _checked(input_: Any, spec: Any) -> tuple[dict[str, Any], Any]:
     data, meta = concat_batch(input_) if isinstance(input_, list) else (dict(input_), None)
     if missing := [name for name in ("input_ids", "attention_mask") if name not in data]:
         raise mw.DataError(f"the data have no {missing[0]}; give padded rows with input_ids and attention_mask")
-    pictures = [name for name, x in data.items() if name.startswith("multi_modal_input") and any(map(bool, x))]
-    if pictures := pictures + [name for name in _PICTURES if name in data]:
-        raise mw.DataError(f"the data have pictures ({pictures[0]}), which are not passed on; train on text")
+    images = [name for name, x in data.items() if name.startswith("multi_modal_input") and any(map(bool, x))]
+    if images := images + [name for name in _IMAGES if name in data]:
+        raise mw.DataError(f"the data have images ({images[0]}), which are not passed on; train on text")
     mask = data["attention_mask"]
     if not torch.equal(mask.bool(), torch.arange(mask.shape[1], device=mask.device) < mask.sum(1)[:, None]):
         raise mw.DataError("attention_mask has a gap, or padding before tokens; pad each row at its end only")

@@ -17,7 +17,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "peft_type": ("lora", "adapters are LoRA"),
     "fsdp.wrap_policy": (None, "each layer is a unit of FSDP"),
     "fsdp.per_layer_optim_step": (False, "use fsdp.offload_params, which keeps optimizer state in host memory"),
-    "fsdp.shard_vision_across_sp": (False, "pictures are not passed on"),
+    "fsdp.shard_vision_across_sp": (False, "images are not passed on"),
     "optimizer.type": ("adam", "the optimizer is AdamW"),
 }
 _OTHER_ENGINES = ("megatron", "archon")

@@ -258,11 +258,11 @@ class MeshwrightEngine(BaseEngine):  # type: ignore[misc] # verl ships no types
             if tu.get_non_tensor_data(data=data, key=key, default=False):
                 raise mw.ConfigError(f"the data ask for {key}, which the backend {BACKEND!r} does not compute")
         if any(dict(each) for each in data.get("multi_modal_inputs", None) or []):
-            raise mw.DataError("the data have pictures, which the backend 'meshwright' does not pass on; train on text")
+            raise mw.DataError("the data have images, which the backend 'meshwright' does not pass on; train on text")
         if not data["input_ids"].is_nested:
             raise mw.DataError("input_ids are padded; give jagged tensors: pad_mode=no_padding")
         positions, offsets = data.get("position_ids", None), data["input_ids"].offsets()
-        if positions is not None and positions.dim() == 2:  # three-dimensional ones are those of text, without pictures
+        if positions is not None and positions.dim() == 2:  # three-dimensional ones are those of text, without images
             from_0 = torch.arange(int(offsets[-1]), device=offsets.device)
             if not torch.equal(positions.values(), from_0 - offsets[:-1].repeat_interleave(offsets.diff())):
                 raise mw.DataError("position_ids of a sample do not count from 0; custom positions are not supported")

@@ -227,7 +227,7 @@ def _first(spec: ShardingSpec, axes: Axes) -> int:
 
 def _units_with_grad(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
     """Return the parts of a stage that a gradient passes through."""
-    return passed(stage, spec, axes, _trained(spec), pictures=False)
+    return passed(stage, spec, axes, _trained(spec), with_images=False)
 
 
 def _kinds(

@@ -180,8 +180,8 @@ def placeholders_of(config: Json) -> tuple[int, int]:
             f"tower=True, but model_type={_kind(config)} has no vision tower; leave it out. These have one: "
             f"{', '.join(_SECTIONS)}"
         )
-    picture, video = (take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items())
-    return picture, video
+    image, video = (take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items())
+    return image, video
 
 
 def placeholders_in(config: Json) -> tuple[int, ...]:

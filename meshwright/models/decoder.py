@@ -387,7 +387,7 @@ class Decoder(nn.Module):
             assert self.embed is not None, "the first stage has it"
             tokens_T, none_T = self.share(tokens_T), None
             if sight is not None:
-                assert self.tower is not None, "pictures without a tower were refused"
+                assert self.tower is not None, "images without a tower were refused"
                 rows, none_T, at_N = self.tower(sight), self.tower.is_place(tokens_T), sight.at_N
             x_TD = self.embed(tokens_T, none_T)
         dtype, turns = ops.upcast(x_TD[:0]).dtype, docs.positions_T if docs.turns_T3 is None else docs.turns_T3

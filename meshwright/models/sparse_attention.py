@@ -29,7 +29,7 @@ class IndexShape:
     dim: int
     size: int  # tokens of a block
     num: int  # blocks that a query may choose
-    sections: tuple[int, int, int] | None  # of M-RoPE, for streams with pictures
+    sections: tuple[int, int, int] | None  # of M-RoPE, for streams with images
 
 
 def index_of(config: Json, rotary: ops.Rotary, sections: tuple[int, int, int] | None) -> IndexShape:

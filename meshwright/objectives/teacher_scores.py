@@ -129,7 +129,7 @@ class TeacherScoresWriter:
     def _lacking(self, batches: Sequence[Batch]) -> set[str]:
         """Return the keys of this data rank's documents without scores."""
         for batch in batches:
-            _refuse_pictures(batch)
+            _refuse_images(batch)
         return {document_key(tokens) for batch in batches for tokens in batch.split(batch.tokens)} - self._known
 
     def _add(self, batch: Batch, top: Mapping[str, Tensor], lacking: set[str]) -> None:
@@ -218,7 +218,7 @@ class TeacherScores:
 
     def add_to(self, batch: Batch, vocab: int) -> Batch:
         """Return a batch with the fields of `Distill.loss`. `vocab`: the student's size; larger ids become -1."""
-        _refuse_pictures(batch)
+        _refuse_images(batch)
         self.objective.check_rest(vocab)
         if not batch.num_documents:
             none = torch.full((len(batch), self.objective.top_k), -1, device=batch.tokens.device)
@@ -248,10 +248,10 @@ def _check_same(file: Path, about: Mapping[str, object], wanted: Mapping[str, ob
             )
 
 
-def _refuse_pictures(batch: Batch) -> None:
-    """Refuse a batch with pictures: the key of a document depends on its tokens alone."""
+def _refuse_images(batch: Batch) -> None:
+    """Refuse a batch with images: the key of a document depends on its tokens alone."""
     if batch.frames:
-        raise DataError("scores of a teacher are stored by tokens, which do not hold pictures; ask the teacher in each "
+        raise DataError("scores of a teacher are stored by tokens, which do not hold images; ask the teacher in each "
                         "step instead (Distill.ask)")  # fmt: skip
 
 

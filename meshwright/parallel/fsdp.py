@@ -164,7 +164,7 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
     has left the MTP head: it would gather a unit again that was just freed.
     """
     text_units, vision_units = (
-        passed(stage, spec, axes, trained, pictures=with_pictures) for with_pictures in (False, True)
+        passed(stage, spec, axes, trained, with_images=with_images) for with_images in (False, True)
     )
     always_run = text_units | {part for part in vision_units if part.startswith(TOWER)}
     # Keyed by whether a unit is in the vision tower, which does not run in every micro-batch: neither side may prefetch

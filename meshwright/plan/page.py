@@ -15,7 +15,7 @@ from .communicators import communicators
 from .figures import Figures, RankMemory, Traffic
 from .fit_advice import verdict
 from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
-from .svg import mesh_picture, pipeline_section
+from .svg import mesh_diagram, pipeline_section
 from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
 from .terminal import about, notes, placement, step
 from .wording import (
@@ -78,7 +78,7 @@ def plan_of(figures: Figures) -> Iterator[str]:
     yield _memory(figures)
     if figures.axes.pp > 1:
         yield pipeline_section(figures)
-    yield section("The mesh", *mesh_picture(figures), _ranks(figures))
+    yield section("The mesh", *mesh_diagram(figures), _ranks(figures))
     yield _traffic(figures)
     if figures.cluster:
         yield _times(figures)

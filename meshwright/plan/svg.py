@@ -1,4 +1,4 @@
-"""Draw the pictures of a page: the mesh with a cell per rank, the groups of each axis, and the pipeline schedule.
+"""Draw the diagrams of a page: the mesh with a cell per rank, the groups of each axis, and the pipeline schedule.
 
 Large meshes are shown in part: a browser should not draw thousands of cells that all look the same.
 """
@@ -35,7 +35,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """The layout of the picture: one replica, whose ranks are drawn in blocks of consecutive ranks.
+    """The layout of the diagram: one replica, whose ranks are drawn in blocks of consecutive ranks.
 
     `width`: cells in a row of a block. `cells`: ranks of a block. `num_ranks`: the ranks of the replica at one place on
     pp; only the first `shown` are drawn. `firsts`: the first rank of each drawn place on pp.
@@ -87,12 +87,12 @@ def blocks_of(axes: Axes) -> Blocks:
     return Blocks(max(even, default=min(widest, cells)), cells, replica, shown, firsts)
 
 
-def mesh_picture(figures: Figures) -> Iterator[str]:
+def mesh_diagram(figures: Figures) -> Iterator[str]:
     """Draw the mesh, and below it a small map of the groups of each axis."""
     if figures.axes.world == 1:
         yield tag("p", "One process holds everything.")
         return
-    # Without experts the axis ep does nothing, and the picture should not show its groups.
+    # Without experts the axis ep does nothing, and the diagram should not show its groups.
     axes = figures.axes if figures.blueprint.balance.num_experts else replace(figures.axes, ep=1)
     blocks = blocks_of(axes)
     yield tag("p", _caption(axes))
@@ -203,7 +203,7 @@ def pipeline_section(figures: Figures) -> str:
         "of a stage is proportional to the parameters that a token is multiplied with. Attention over tokens and "
         "transfers take no time in it. The bytes are exact."
     )
-    return section("The stages of the pipeline", tag("p", text), *_picture(figures), _places(figures))
+    return section("The stages of the pipeline", tag("p", text), *_pipeline_diagram(figures), _places(figures))
 
 
 def _places(figures: Figures) -> str:
@@ -222,7 +222,7 @@ def _places(figures: Figures) -> str:
     return table(["place", "stages", "of the work", "idle", "keeps", "stored"], rows) + tag("p", note, "note")
 
 
-def _picture(figures: Figures) -> Iterator[str]:
+def _pipeline_diagram(figures: Figures) -> Iterator[str]:
     """Draw the schedule: a row for each place on pp, a box for each action, as long as it takes."""
     rows = timetable(figures).rows
     num = sum(map(len, rows))
@@ -231,7 +231,7 @@ def _picture(figures: Figures) -> Iterator[str]:
             "p", f"{counted(num, 'action')} are too many to be drawn; fewer --micro-batches show how a step begins."
         )
         return
-    span = timetable(figures).makespan  # the width of the picture in units of time
+    span = timetable(figures).makespan  # the width of the diagram in units of time
     numbered = span <= _MOST_NUMBERED
     drawn = (_row(place, row, span, numbered) for place, row in enumerate(rows))
     yield wrap("div", *drawn, kind="times", style=f"--span:{span:.2f}")

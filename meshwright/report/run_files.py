@@ -28,7 +28,7 @@ _NUMBER_FIELDS = ("step", "time", "seconds", "num_steps", "from", "world", "numb
 _LARGEST = 3e38  # about the range of float32; larger values are treated as NaN
 _LATEST_S, _LONGEST_S = 1e10, 1e7  # a time stamp up to the year 2286; a duration up to 115 days
 _OUR_FILES = (
-    "config.toml", "environment.json", "layout.json", "pictures.json", "verify.json", "failure.txt", "overcome.txt",
+    "config.toml", "environment.json", "layout.json", "images.json", "verify.json", "failure.txt", "overcome.txt",
 )  # fmt: skip
 
 

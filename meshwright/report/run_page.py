@@ -151,7 +151,7 @@ def _details_of_run(run: Run, *, with_starts: bool) -> Iterator[str]:
     proof = summary.proof(run)
     inner = [
         *_samples(run),
-        *_pictures(run),
+        *_images(run),
         _folded("Starts", "".join(_starts(run)), with_starts and len(run.starts) > 1),
         _folded("Held-out data", table(head, rows), bool(rows)),
         _folded("Checkpoints", table(["step", "path", "took", ""], summary.checkpoint_rows(run)), bool(run.of("save"))),
@@ -174,17 +174,17 @@ def _placed(run: Run) -> str:
     return table(_PARAMETER_COLUMNS, [[Cell(row[0], "name"), *row[1:]] for row in rows])
 
 
-def _pictures(run: Run) -> Iterator[str]:
-    """Yield a few pictures of the training data. They are embedded, so the page needs no network."""
+def _images(run: Run) -> Iterator[str]:
+    """Yield a few images of the training data. They are embedded, so the page needs no network."""
     figures = [
         wrap(
             "figure", f'<img alt="" src="data:image/jpeg;base64,{jpeg}">',
             wrap("figcaption", tag("small", Path(file).name, title=file), tag("small", Path(place).name, title=place)),
         )
-        for file, place, jpeg in summary.pictures(run)
+        for file, place, jpeg in summary.images(run)
     ]  # fmt: skip
     if figures:
-        yield wrap("div", tag("h3", "Some pictures that it is trained on"), wrap("div", *figures, kind="pictures"))
+        yield wrap("div", tag("h3", "Some images that it is trained on"), wrap("div", *figures, kind="images"))
 
 
 def _samples(run: Run) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ..plan.html import Cell
 from .run_files import Run
 from .starts import endings
 
-_MOST_PICTURES = 8
+_MOST_IMAGES = 8
 _JPEG = re.compile(r"[A-Za-z0-9+/]{1,40000}={0,2}")  # base64 of at most 30 kB
 
 
@@ -212,9 +212,9 @@ def _text(value: Any) -> str:
     return "true" if value is True else "false" if value is False else str(value)
 
 
-def pictures(run: Run) -> list[tuple[str, str, str]]:
-    """Return the file, the row and a base64 JPEG of each picture that a run shows. Invalid entries are left out."""
-    listed = run.json("pictures.json").get("pictures")
+def images(run: Run) -> list[tuple[str, str, str]]:
+    """Return the file, the row and a base64 JPEG of each image that a run shows. Invalid entries are left out."""
+    listed = run.json("images.json").get("images")
     entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-    texts = [tuple(str(each.get(name, "")) for name in ("file", "place", "jpeg")) for each in entries[:_MOST_PICTURES]]
+    texts = [tuple(str(each.get(name, "")) for name in ("file", "place", "jpeg")) for each in entries[:_MOST_IMAGES]]
     return [(file, place, jpeg) for file, place, jpeg in texts if _JPEG.fullmatch(jpeg)]

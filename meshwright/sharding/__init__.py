@@ -6,7 +6,7 @@ the bill of a step, plans and `verify` all read it. Modules declare parameters (
 """
 
 from .backward_reach import begins_in, in_order, part_of, passed
-from .bill import Charge, Pictures, Work, bill, gathered_bytes, padded
+from .bill import Charge, ImageFrames, Work, bill, gathered_bytes, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .context_split import check_context, head_splits, ways
 from .doors import (

@@ -36,13 +36,13 @@ def part_of(name: str) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> set[str]:
-    """Return the parts through which a gradient passes. `pictures`: in a micro-batch in which the tower runs.
+def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, with_images: bool) -> set[str]:
+    """Return the parts through which a gradient passes. `with_images`: in a micro-batch in which the tower runs.
 
     It passes all doors of such a part, except in the part in which it begins (`begins_in`).
     """
     trained_parts, from_before = _trained_parts(stage, trained), _sends_gradient_back(stage, spec, axes, trained)
-    in_tower = _tower_parts(stage, trained_parts) if pictures else set[str]()
+    in_tower = _tower_parts(stage, trained_parts) if with_images else set[str]()
     text = trained_parts & {"embed", "head"} - _looked_up_alone(stage)
     reaches = from_before or "embed" in trained_parts or bool(in_tower)
     for number in stage.module.layers:
@@ -58,7 +58,7 @@ def _looked_up_alone(stage: Stage) -> set[str]:
     return {"embed"} if stage.number and mtp is not None and mtp.detached and not stage.module.tied else set()
 
 
-def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> str:
+def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, with_images: bool) -> str:
     """Name the layer, or the head, that a gradient reaches and does not leave, since nothing before it is trained.
 
     Empty where gradients go all the way to the embedding or the tower, or on to the previous stage, or where there are
@@ -68,7 +68,7 @@ def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[
     if (
         _sends_gradient_back(stage, spec, axes, trained)
         or "embed" in trained_parts
-        or (pictures and _tower_parts(stage, trained_parts))
+        or (with_images and _tower_parts(stage, trained_parts))
     ):
         return ""
     parts = [f"layers.{number}" for number in stage.module.layers]

@@ -50,7 +50,7 @@ class Charge:
 
 
 # For each micro-batch the frames of this data rank; None where no data rank has any, and the tower does not run.
-Pictures = tuple[tuple[Placed, ...] | None, ...]
+ImageFrames = tuple[tuple[Placed, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Work:
     num_batches: int
     compute_bytes: int = 2
     stored_bytes: int = 4
-    pictures: Pictures = ()
+    images: ImageFrames = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
     numbers: Mapping[str, Coding] = field(default_factory=dict)  # of those that are all-gathered as codes
     # For each part in which gradients begin: how many collectives its backward has, by place and direction. Autograd
@@ -71,7 +71,7 @@ class Work:
     @property
     def num_seeing(self) -> int:
         """Count the micro-batches in which the tower runs."""
-        return sum(frames is not None for frames in self.pictures)
+        return sum(frames is not None for frames in self.images)
 
 
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
@@ -125,10 +125,10 @@ class _Passes:
 def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> _Passes:
     """Count micro-batches with and without vision separately: the tower passes gradients only in those with vision."""
     trained, passes = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
-    for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
-        for part in passed(stage, spec, axes, trained, pictures=pictures):
+    for with_images, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
+        for part in passed(stage, spec, axes, trained, with_images=with_images):
             passes.comes[part] += num
-        passes.begins[begins_in(stage, spec, axes, trained, pictures=pictures)] += num
+        passes.begins[begins_in(stage, spec, axes, trained, with_images=with_images)] += num
     return passes
 
 
@@ -247,7 +247,7 @@ def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passe
     """Charge for the vision tower's all-to-all: rows of frames to the ranks of their tokens, per micro-batch."""
     num_ranks, index = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
     for name, door in find_doors(model, ScatterVision):
-        for frames in work.pictures:
+        for frames in work.images:
             if frames is not None:
                 exchange = route(frames, work.tokens, num_ranks, index, door.cost)
                 for rows in (exchange.got, exchange.sent) if passes.back(name) else (exchange.got,):

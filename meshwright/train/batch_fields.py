@@ -14,7 +14,7 @@ from ..objectives.distillation import check_vocabularies
 from ..weights import local_directory, path_of
 from .config import Config
 from .data_sources import RowReader, TrainingData, answer_ids, check_tokenizers
-from .teacher_files import TeacherFiles, check_no_pictures, teacher_of
+from .teacher_files import TeacherFiles, check_no_images, teacher_of
 
 Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 
@@ -47,7 +47,7 @@ class BatchFields:
         """Compute the teacher scores that the run stores in files and that are missing, before the model is loaded.
         Free the teacher afterwards. Collective."""
         if self._scores is not None or self._files is not None:
-            check_no_pictures(sets)
+            check_no_images(sets)
         if self._files is not None:
             self._scores = self._files.scored(sets)
 

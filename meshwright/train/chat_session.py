@@ -25,7 +25,7 @@ _CUT_OFF = "\ufffd"  # what decoders write for a character whose last bytes are 
 
 @dataclass
 class ChatSession:
-    """A conversation. `messages`: its history. `shown`: pictures that the next question shows."""
+    """A conversation. `messages`: its history. `shown`: images that the next question shows."""
 
     chat: Chat
     model: Model
@@ -44,10 +44,10 @@ class ChatSession:
         self.messages, self.shown = _system_message(self.system), []
 
     def show(self, path: str) -> None:
-        """Show a picture with the next question. Refuse a file that is none, or a model that takes no pictures."""
+        """Show an image with the next question. Refuse a file that is none, or a model that takes no images."""
         if self.chat.processor is None:
-            raise StateError("this model takes no pictures: it has no vision encoder, or its run did not load it")
-        self.chat.processor.picture(path)
+            raise StateError("this model takes no images: it has no vision encoder, or its run did not load it")
+        self.chat.processor.image(path)
         self.shown.append(path)
 
     def answers(self, text: str) -> Generator[str]:
@@ -74,8 +74,8 @@ class ChatSession:
             )
         # Distinct for each question, and the same again in another conversation with the same questions.
         seed, processor = (self.decoding.seed << 64) + self.num_questions, self.chat.processor
-        pictures = [] if processor is None else [(processor.pixels(view), view.grid) for view in request.views]
-        return replace(self.decoding, tokens=tokens, seed=seed, pictures=[pictures] if pictures else None)
+        images = [] if processor is None else [(processor.pixels(view), view.grid) for view in request.views]
+        return replace(self.decoding, tokens=tokens, seed=seed, images=[images] if images else None)
 
     def _pieces(self, request: Request, how: Decoding, said: list[int]) -> Iterator[str]:
         """Yield the text of new tokens as soon as their last character is whole. `said` gets their ids."""
@@ -123,15 +123,15 @@ def _source_of(trained: TrainedModel, thinking: bool | None) -> SourceSection:
     working directory."""
     chats = [source for source in trained.sources if source.kind == "chat"]
     source = chats[0] if chats else SourceSection(path=[])
-    pictures = source.pictures.model_copy(update={"root": str(Path.cwd())})
+    images = source.images.model_copy(update={"root": str(Path.cwd())})
     if thinking is not None:
         args = {name: value for name, value in source.template_args.items() if name != "enable_thinking"}
         source = source.model_copy(update={"thinking": thinking, "template_args": args})
-    return source.model_copy(update={"pictures": pictures})
+    return source.model_copy(update={"images": images})
 
 
 def _processor(trained: TrainedModel, source: SourceSection) -> Processor | None:
-    """Return the processor of pictures, None if the model takes none."""
+    """Return the processor of images, None if the model takes none."""
     return RowReader(trained.directory, Path(), trained.can_see).processor(source)
 
 

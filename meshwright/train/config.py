@@ -88,7 +88,7 @@ class LoraSection(section_from(Lora, but={"dropout", "b_std"})):  # type: ignore
     """Low-rank adapters instead of all weights; docs/lora.md says when and with which rank and learning rate."""
 
 
-class PicturesSection(Section):
+class ImagesSection(Section):
     """Limits and paths of images and videos in chats, for `tower = true`."""
 
     root: Annotated[str, FREE] = ""
@@ -129,7 +129,7 @@ class SourceSection(Section):
     """Further arguments of the chat template."""
     split: Literal["file", "paragraph", "line"] = "file"
     """The unit that makes a document in a .txt or .md."""
-    pictures: PicturesSection = PicturesSection()
+    images: ImagesSection = ImagesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
     """Treatment of documents longer than a stream: stop the run (the default for chats), drop them, or cut them (the
     default for texts). `meshwright data` counts dropped ones."""

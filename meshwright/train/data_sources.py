@@ -127,10 +127,10 @@ class RowReader:
         """Return the reader of a source's images and videos; None if the model or the source has none."""
         if not self.tower or section.kind != "chat":
             return None
-        config, pictures = read_config(self.directory), section.pictures
+        config, images = read_config(self.directory), section.images
         ids = placeholders_of(config)
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
-        limits = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
+        limits = ImageLimits(_root(section), images.max_pixels, images.max_video_pixels, images.fps)
         return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), limits)
 
 
@@ -144,8 +144,8 @@ _PAIRS: Mapping[str, Callable[[Tokens], Tokens]] = {"pairs": _as_it_is, "scored_
 
 def _root(section: SourceSection) -> Path:
     """Return the directory that relative paths of images start from."""
-    if section.pictures.root:
-        return path_of(section.pictures.root)
+    if section.images.root:
+        return path_of(section.images.root)
     first = path_of(section.path if isinstance(section.path, str) else section.path[0])
     return first if first.is_dir() else first.parent
 

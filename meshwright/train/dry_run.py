@@ -80,7 +80,7 @@ def _source_lines(name: str, data: TrainingData, number: int, last: str) -> Iter
     stats = documents.statistics_of(source.lengths > 0)
     yield _row((name, stats.rows, stats.documents, stats.tokens, stats.targets, stats.longest), last)
     if num_views := int(documents.num_views.sum()):
-        yield f"  with {counted(num_views, 'picture or video', 'pictures and videos')}"
+        yield f"  with {counted(num_views, 'image or video', 'images and videos')}"
     skipped = [f"{stats.skipped} bad"] * bool(stats.skipped)
     skipped += [f"{stats.without_targets} without trained tokens"] * bool(stats.without_targets)
     if skipped:
@@ -106,8 +106,8 @@ def shown(
 
 
 def _view(view: View, processor: Processor | None) -> str:
-    """Name a picture or video with its size after scaling, and the tokens that it takes."""
-    assert processor is not None, "documents with pictures are made with a processor"
+    """Name an image or video with its size after scaling, and the tokens that it takes."""
+    assert processor is not None, "documents with images are made with a processor"
     _, height, width = view.grid
     name = view.files[0] + (f" and {len(view.files) - 1} more" if len(view.files) > 1 else "")
     frames = f"{counted(len(view.taken), 'frame')} of " if view.taken else ""

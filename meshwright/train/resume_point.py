@@ -115,7 +115,7 @@ def _position_in(config: Config, data: TrainingData, checkpoint: Path, state: ob
     """Return the position that a checkpoint of `step` holds, or refuse to resume from it."""
     if not isinstance(state, dict) or state.get("plan") != data.plan.fingerprint:
         raise CheckpointError(
-            f"{checkpoint} was trained on other data: files, pictures, tokenizer, weights, length or seed have "
+            f"{checkpoint} was trained on other data: files, images, tokenizer, weights, length or seed have "
             "changed; choose another out (model may be this checkpoint)"
         )
     position = Position(**state)

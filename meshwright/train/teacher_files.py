@@ -43,12 +43,12 @@ def check_stored(folder: Path, objective: Distill, teacher: str = "") -> None:
         TeacherScores(folder, objective, teacher=teacher)
 
 
-def check_no_pictures(sets: Sequence[TrainingData]) -> None:
-    """Refuse data with pictures: scores are stored by tokens, which do not hold them."""
+def check_no_images(sets: Sequence[TrainingData]) -> None:
+    """Refuse data with images: scores are stored by tokens, which do not hold them."""
     for documents in (each for data in sets for each in data.documents):
         if documents.num_views.any():
             raise DataError(
-                f"distill.scores: {documents.name} has pictures, and scores are stored by tokens, which do not hold "
+                f"distill.scores: {documents.name} has images, and scores are stored by tokens, which do not hold "
                 "them; leave scores out, and give distill.teacher, which then scores each step"
             )
 

@@ -1,4 +1,4 @@
-"""Thumbnails of the pictures that a run trains on, in OUT/pictures.json.
+"""Thumbnails of the images that a run trains on, in OUT/images.json.
 
 The report reads them from there, because it may be made on a machine without the data.
 """
@@ -15,22 +15,22 @@ from ..data import Documents
 from ..errors import DataError
 from .data_sources import TrainingData
 
-FILE = "pictures.json"
+FILE = "images.json"
 _NUM = 8
 _SIDE = 160  # pixels: 3 to 8 KiB as JPEG
 
 
 def write_thumbnails(out: Path, data: TrainingData) -> None:
-    """Write a few pictures of each source, evenly spaced; no file where there are none."""
+    """Write a few images of each source, evenly spaced; no file where there are none."""
     sources = [each for each in data.documents if each.num_views.any()]
-    pictures = [entry for each in sources for entry in _entries(each, max(1, _NUM // len(sources)))]
+    images = [entry for each in sources for entry in _entries(each, max(1, _NUM // len(sources)))]
     (out / FILE).unlink(missing_ok=True)
-    if pictures:
-        (out / FILE).write_text(json.dumps({"pictures": pictures[:_NUM]}, indent=1) + "\n")
+    if images:
+        (out / FILE).write_text(json.dumps({"images": images[:_NUM]}, indent=1) + "\n")
 
 
 def _entries(documents: Documents, num: int) -> Iterator[dict[str, str]]:
-    """Yield the first pictures of some documents. One that cannot be read is left out: training will name it."""
+    """Yield the first images of some documents. One that cannot be read is left out: training will name it."""
     shows = np.flatnonzero(documents.num_views)
     for at in np.linspace(0, len(shows) - 1, min(num, len(shows))).astype(int).tolist():
         number = int(shows[at])

@@ -63,7 +63,7 @@ class TrainedModel:
 
     @property
     def can_see(self) -> bool:
-        """Return whether `load(tower=True)` gives a model that takes pictures. Adapters need a run that trained so."""
+        """Return whether `load(tower=True)` gives a model that takes images. Adapters need a run that trained so."""
         if self.lora is not None:
             return self.config is not None and self.config.recipe.tower
         config = read_config(self.directory)

@@ -20,7 +20,7 @@ from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.step_bill import step_bill
 from ..mesh import Mesh
-from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, StartDispatch, find_doors, hops
+from ..sharding import ROWS, Charge, Dispatch, ImageFrames, PendingRows, StartDispatch, find_doors, hops
 from .recorder import TRANSFERS, RecordedCollective
 from .reference import Findings, Run
 from .results import Finding
@@ -72,7 +72,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     """
     yield from _stored_as_billed(run)
     mesh, optimizer = run.model.mesh, run.engine.optimizer.options
-    bill = step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run), optimizer)
+    bill = step_bill(run.model, tokens, num_batches, run.engine.router.mode, _image_frames(run), optimizer)
     billed: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, billed_bytes, paid_bytes = billed.copy(), billed.copy(), billed.copy()
     # The router decides the bytes of these collectives, so here they are only counted; `_routed_as_billed` compares
@@ -153,10 +153,10 @@ def _what(each: RecordedCollective) -> str:
     return each.at.removeprefix(" at ").rpartition(", ")[0]
 
 
-def _pictures(run: Run) -> Pictures:
-    """Return the frames of this rank in the first step, per micro-batch; None where no data rank has pictures.
+def _image_frames(run: Run) -> ImageFrames:
+    """Return the frames of this rank in the first step, per micro-batch; None where no data rank has images.
 
-    As soon as one data rank has pictures, the bill charges all ranks for the vision encoder.
+    As soon as one data rank has images, the bill charges all ranks for the vision encoder.
     """
     data, local = run.trial.data, run.trial.batches(run.model, 0)
     ranks = range(run.model.mesh.num_data_ranks)

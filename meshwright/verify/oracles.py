@@ -174,7 +174,7 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
         for names in _compared_together(run, [name for name in ref.grads if name in grads]):
             actual, expected = (torch.cat([each[n].double().flatten() for n in names]) for each in (grads, ref.grads))
             # A gradient that is nearly 0 is measured by the norm of all. That is 0 too where a vision tower alone is
-            # trained and no batch has pictures.
+            # trained and no batch has images.
             size = (max(expected.norm().item(), 1e-6 * ref.norms[0]) or 1.0) * _moved(run, names[0])
             error = (actual - expected).norm().item() / size
             worst, at = max((worst, at), (error, names[0]))

@@ -118,7 +118,7 @@ class Plan:
     @property
     def num_batches(self) -> int:
         """The number of micro-batches of a step. A pipeline needs enough for each rank to reach the steady state of
-        1F1B (arXiv:2104.04473). A vision tower needs at least three, so that in one no data rank has pictures."""
+        1F1B (arXiv:2104.04473). A vision tower needs at least three, so that in one no data rank has images."""
         return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
 
     @property

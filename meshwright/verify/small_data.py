@@ -5,7 +5,7 @@ once. On data rank 0 one begins at 64 and one at 128, so that both a chunk and i
 step of few tokens leaves experts with one row or none. A long stream has more tokens than the loss takes at once.
 
 Two gaps in earlier data explain the rest. With streams of 40 tokens no test crossed a chunk of the delta rule. And with
-pictures in the last micro-batch of every step, gradients of a vision tower that replicas never reduced went unnoticed.
+images in the last micro-batch of every step, gradients of a vision tower that replicas never reduced went unnoticed.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _FEW_SIZES = [[1, 5], [2, 1, 3], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 17, 95, 300, 200, 61]  # one begins at 512, one has a block of 4 more than the budget
 
 
-Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and their numbers in time, height and width
-Pictures = list[Picture]  # of a document
+ImagePatches = tuple[Tensor, tuple[int, int, int]]  # patches, and their numbers in time, height and width
+DocumentImages = list[ImagePatches]
 
 
 @dataclass(frozen=True)
 class Vision:
     """The facts about a vision tower that data needs: the placeholder tokens, and how many values a patch has."""
 
-    picture: int
+    image: int
     video: int
     numbers: int
 
 
-# Patterns of documents, used in turn: a number of words, or a picture's size in time, height and width. Some pictures
+# Patterns of documents, used in turn: a number of words, or an image's size in time, height and width. Some images
 # touch, some are first or last, two have different shapes but equally many placeholders, and a video has words between
 # its slices.
 _PATTERNS: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
 ]
-# For transformers, which takes touching pictures for one: here none touch. Also, a video comes before pictures.
+# For transformers, which takes touching images for one: here none touch. Also, a video comes before images.
 _APART: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), 1, (1, 4, 2), 2, (2, 2, 4), 3, (1, 2, 2)],
 ]
-_LEAST = 28  # tokens of a document that gets pictures
+_LEAST = 28  # tokens of a document that gets images
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Data:
     `num_special` where a pipeline needs more. Everything is drawn from seeds, so all ranks and one process can compute
     the data of any rank.
 
-    `target`: draw targets for a value head. `apart`: no pictures touch.
+    `target`: draw targets for a value head. `apart`: no images touch.
     """
 
     num: int = 2
@@ -83,14 +83,14 @@ class Data:
             fields = {"target": [torch.randn(len(d), generator=g) for d in documents]} if self.target else {}
             if number % 2:
                 fields["weight"] = [0.5 + torch.rand(len(d), generator=g) for d in documents]
-            images = self._images(documents, self.pictures(data_rank, step)[number])
+            images = self._pack_arguments(self.images(data_rank, step)[number])
             out.append(pack(documents, length=self._special(step) or self.length, fields=fields, **images))
         return out
 
-    def _images(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
-        """Return the arguments of `pack` for pictures; empty where no document has any."""
-        ids = (self.vision.picture, self.vision.video) if self.vision else ()
-        return {"images": pictures, "placeholders": ids} if ids and any(pictures) else {}
+    def _pack_arguments(self, images: list[DocumentImages]) -> dict[str, Any]:
+        """Return the arguments of `pack` for images; empty where no document has any."""
+        ids = (self.vision.image, self.vision.video) if self.vision else ()
+        return {"images": images, "placeholders": ids} if ids and any(images) else {}
 
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
         """Return the tokens of the documents of each micro-batch."""
@@ -104,8 +104,8 @@ class Data:
             out.append([self._with_places(each, at, data_rank, number, step) for at, each in enumerate(words)])
         return out
 
-    def pictures(self, data_rank: int, step: int = 0) -> list[list[Pictures]]:
-        """Return the pictures of each document of each micro-batch."""
+    def images(self, data_rank: int, step: int = 0) -> list[list[DocumentImages]]:
+        """Return the images of each document of each micro-batch."""
         out = []
         for number, documents in enumerate(self.documents(data_rank, step)):
             g = self._generator(data_rank, step, number + 25)
@@ -115,7 +115,7 @@ class Data:
         return out
 
     def sees(self, data_rank: int, number: int, step: int) -> bool:
-        """Return whether a data rank has pictures in a micro-batch.
+        """Return whether a data rank has images in a micro-batch.
 
         In the step of few tokens no data rank has any; in the long one data rank 0 has. In other steps all have some in
         the first micro-batch, and every second data rank in the following ones. The last of three or more micro-batches
@@ -135,17 +135,17 @@ class Data:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
 
     def _patches(self, size: tuple[int, int, int], g: torch.Generator, as_bytes: bool) -> Tensor:
-        assert self.vision is not None, "only a model with a vision tower has pictures"
+        assert self.vision is not None, "only a model with a vision tower has images"
         shape = (size[0] * size[1] * size[2], self.vision.numbers)
-        if as_bytes:  # as `meshwright train` reads pictures
+        if as_bytes:  # as `meshwright train` reads images
             return torch.randint(256, shape, generator=g, dtype=torch.uint8)
         return torch.randn(shape, generator=g)
 
     def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
-        """Put the placeholders of pictures among the words, and replace words that look like one."""
+        """Put the placeholders of images among the words, and replace words that look like one."""
         if self.vision is None:
             return words
-        ids, tokens = (self.vision.picture, self.vision.video), list[int]()
+        ids, tokens = (self.vision.image, self.vision.video), list[int]()
         spare = next(token for token in range(self.vocab) if token not in ids)
         words = [spare if word in ids else word for word in words]
         for part in self._parts(len(words), at, *where):
@@ -160,7 +160,7 @@ class Data:
 
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
         """Compute the labels of each micro-batch independently of `pack`: the next token of the same document."""
-        ids = {self.vision.picture, self.vision.video} if self.vision else set[int]()
+        ids = {self.vision.image, self.vision.video} if self.vision else set[int]()
         return [labels_of(documents, ids) for documents in self.documents(data_rank, step)]
 
     def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:

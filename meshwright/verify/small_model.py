@@ -71,7 +71,7 @@ def _num_taps(config: Json) -> int:
 
 def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
     """Return a vision config with heads of 8 dims, two more blocks than are tapped, and a 3 x 3 position table, so that
-    some pictures are larger than the table and need interpolation."""
+    some images are larger than the table and need interpolation."""
     heads = vision.get("num_heads") or vision.get("num_attention_heads") or 16
     return {
         **vision, "num_heads": heads, "hidden_size": 8 * heads, "intermediate_size": 21, "depth": num_taps + 2,

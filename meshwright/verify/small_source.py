@@ -41,20 +41,20 @@ def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, l
     """Return the data of M1, by its name in findings.
 
     The long document also has the first and the last word of the vocabulary. The first micro-batch and the long
-    document have pictures, the step of few tokens has none.
+    document have images, the step of few tokens has none.
     """
     data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)
     longest = _documents(data, LONG_STEP)[0][0]
-    long = [[Document([0, *longest.tokens, vocab - 1], longest.pictures)]]
+    long = [[Document([0, *longest.tokens, vocab - 1], longest.images)]]
     return {
         "two micro-batches": _documents(data, 0), "few tokens": _documents(data, FEW_STEP), "a long document": long,
     }  # fmt: skip
 
 
 def _documents(data: Data, step: int) -> list[Documents]:
-    """Return the documents of each micro-batch of data rank 0, with their pictures."""
-    both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
-    return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
+    """Return the documents of each micro-batch of data rank 0, with their images."""
+    both = zip(data.documents(0, step), data.images(0, step), strict=True)
+    return [[Document(*each) for each in zip(tokens, images, strict=True)] for tokens, images in both]
 
 
 def write_small(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:

@@ -5,7 +5,7 @@ in the engine, most of them because both sides shared the bug (docs/decisions/00
 the only module of the package that imports the models of transformers.
 
 Our model takes packed documents, transformers one document after the other, so packing is compared as well. If
-documents have pictures, so is the vision tower.
+documents have images, so is the vision tower.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .adapters import PREFIX
 from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
 from .peer_choices import first_of_equals, recorded, taken
 from .rounding import Cost, Parts, Pass, cost_of, followed
-from .small_data import Picture, Pictures, labels_of
+from .small_data import DocumentImages, ImagePatches, labels_of
 
 # Our names of transformers' parts, of its lists of parts, and of the parts of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
@@ -52,10 +52,10 @@ _OF_LAYER = {
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of a document, and its pictures in the order of their placeholders."""
+    """The tokens of a document, and its images in the order of their placeholders."""
 
     tokens: list[int]
-    pictures: Pictures = field(default_factory=list)
+    images: DocumentImages = field(default_factory=list)
 
 
 Documents = list[Document]
@@ -136,15 +136,15 @@ def _has_tower(source: Path) -> bool:
 
 
 def _packed(model: Model, documents: Documents, length: int) -> Batch:
-    """Pack documents into a batch, with their pictures if the model has a tower."""
+    """Pack documents into a batch, with their images if the model has a tower."""
     tokens, tower = [d.tokens for d in documents], model.parts[0].tower
     if tower is None:
         return pack(tokens, length=length)
-    return pack(tokens, length=length, images=[d.pictures for d in documents], placeholders=tower.ids)
+    return pack(tokens, length=length, images=[d.images for d in documents], placeholders=tower.ids)
 
 
 def _joined(prints: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the fingerprints of batches or documents. Without pictures they have none of the tower."""
+    """Concatenate the fingerprints of batches or documents. Without images they have none of the tower."""
     names = dict.fromkeys(name for each in prints for name in each)
     return {name: torch.cat([each[name] for each in prints if name in each]) for name in names}
 
@@ -382,8 +382,8 @@ def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **
     with _watched(model) as record:
         out = model(**_inputs(model, document), use_cache=False, **routed)
     of_parts = {name: torch.cat(each) for name, each in record.items()}
-    of_parts |= {name: _in_order(of_parts[name], document.pictures) for name in of_parts if name.startswith("tower.")}
-    # transformers embeds placeholders too, and overwrites these rows with pictures; ours leaves them 0.
+    of_parts |= {name: _in_order(of_parts[name], document.images) for name in of_parts if name.startswith("tower.")}
+    # transformers embeds placeholders too, and overwrites these rows with images; ours leaves them 0.
     places = torch.isin(torch.tensor(document.tokens), torch.tensor(_places(model)))
     of_parts["embed"] = of_parts["embed"].masked_fill(places, 0.0)
     prints.append(of_parts)
@@ -391,7 +391,7 @@ def _forward(model: Any, document: Document, prints: list[dict[str, Tensor]], **
 
 
 def _places(model: Any) -> list[int]:
-    """Return the placeholder tokens of pictures and of videos."""
+    """Return the placeholder tokens of images and of videos."""
     config = model.config
     return [config.image_token_id, config.video_token_id] if "vision_config" in config.sub_configs else []
 
@@ -399,17 +399,17 @@ def _places(model: Any) -> list[int]:
 def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
     """Return a document as the arguments of transformers' model.
 
-    The model computes positions itself, and tells pictures apart only if no two of them touch.
+    The model computes positions itself, and tells images apart only if no two of them touch.
     """
     inputs = {"input_ids": torch.tensor([document.tokens])}
-    if not document.pictures:
+    if not document.images:
         return inputs
-    picture, video = _places(model)
+    image, video = _places(model)
     ids = inputs["input_ids"]
-    inputs["mm_token_type_ids"] = (ids == picture).long() + 2 * (ids == video).long()
+    inputs["mm_token_type_ids"] = (ids == image).long() + 2 * (ids == video).long()
     names = {True: ("pixel_values", "image_grid_thw"), False: ("pixel_values_videos", "video_grid_thw")}
     for still, (pixels, grids) in names.items():
-        if of_kind := [each for each in document.pictures if _is_still(each) == still]:
+        if of_kind := [each for each in document.images if _is_still(each) == still]:
             inputs[pixels] = torch.cat([_normed(patches_PC) for patches_PC, _ in of_kind])
             inputs[grids] = torch.tensor([grid for _, grid in of_kind])
     return inputs
@@ -420,22 +420,22 @@ def _normed(patches_PC: Tensor) -> Tensor:
     return (patches_PC / 255 - 0.5) / 0.5 if patches_PC.dtype == torch.uint8 else patches_PC
 
 
-def _is_still(picture: Picture) -> bool:
-    """Return whether a picture is an image: one frame in time."""
-    return picture[1][0] == 1
+def _is_still(image: ImagePatches) -> bool:
+    """Return whether it is an image, not a video: one frame in time."""
+    return image[1][0] == 1
 
 
-def _in_order(print_R: Tensor, pictures: Pictures) -> Tensor:
-    """Return rows in the order of placeholders: the tower of transformers takes all pictures of a document, then its
+def _in_order(print_R: Tensor, images: DocumentImages) -> Tensor:
+    """Return rows in the order of placeholders: the tower of transformers takes all images of a document, then its
     videos.
 
     `print_R`: fingerprints of R rows, each of one patch or, behind the merger, of several.
     """
-    order = sorted(range(len(pictures)), key=lambda at: not _is_still(pictures[at]))
-    sizes = [len(patches_PC) for patches_PC, _ in pictures]
+    order = sorted(range(len(images)), key=lambda at: not _is_still(images[at]))
+    sizes = [len(patches_PC) for patches_PC, _ in images]
     each = sum(sizes) // len(print_R)  # patches per row
     rows = dict(zip(order, print_R.split([sizes[at] // each for at in order]), strict=True))
-    return torch.cat([rows[at] for at in range(len(pictures))])
+    return torch.cat([rows[at] for at in range(len(images))])
 
 
 def _labels(model: Any, document: Document) -> Tensor:

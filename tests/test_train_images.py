@@ -1,4 +1,4 @@
-"""Chats that show pictures and videos: which tokens they become, and the trainer on them, on one process and more."""
+"""Chats that show images and videos: which tokens they become, and the trainer on them, on one process and more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshwright.train.chat_session import open_chat
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
 from meshwright.train.resume_point import check_position
-from meshwright.train.teacher_files import check_no_pictures
+from meshwright.train.teacher_files import check_no_images
 from meshwright.train.thumbnails import write_thumbnails
 from tests import parts, runs, seeing, shown, worlds
 from tests.fake_runs import fake_run
@@ -83,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(model: Callable[[str], Path], tmp_path: Path, layout: str) -> None:
-    """A picture of 24 x 16 pixels, which are 6 places; both turns are one document, which shows it once."""
+    """An image of 24 x 16 pixels, which are 6 places; both turns are one document, which shows it once."""
     shown.drawn(tmp_path / "a.png", "red")
     (document,) = chat(model("qwen3_vl"), tmp_path).documents(LAYOUTS[layout])
     places = f"<|vision_start|>{IMAGE * 6}<|vision_end|>"
@@ -97,7 +97,7 @@ def test_every_layout(model: Callable[[str], Path], tmp_path: Path, layout: str)
     assert learnt == ["red<|im_end|>", "yes<|im_end|>"]
 
 
-def test_a_video_and_a_picture(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_video_and_an_image(model: Callable[[str], Path], tmp_path: Path) -> None:
     names = [shown.drawn(tmp_path / f"{at}.png", "blue", 16, 8).name for at in range(3)]
     content = [
         {"type": "video", "video": names, "fps": 2}, {"type": "image", "image": "0.png"},
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
     "a mark of the model": (row("what is <|image_pad|>?"), "message 0 of the user holds the special token"),
     "of the assistant": ({"messages": [{"role": "user", "content": "draw"},
-        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}, "the assistant shows pictures"),
+        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}, "the assistant shows images"),
     "bytes": (row([{"type": "image", "image": {"bytes": "..."}}]), "not a path"),
     "a sound": (row([{"type": "audio", "audio": "a.wav"}]), "holds 'audio'"),
 }  # fmt: skip
@@ -134,15 +134,15 @@ def file_of(at: Path, model: Path, **train: Any) -> Path:
     return runs.file_of(at, model, train={"tower": True, "length": 64, "tokens_per_step": 256, "steps": 4, **train})
 
 
-def test_pictures_without_the_tower_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_without_the_tower_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match=r"set train\.tower = true"):
         prepared(config_file.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
 
 
 def test_a_chat_that_is_too_long(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """It is not cut, which might go through a picture."""
+    """It is not cut, which might go through an image."""
     config = config_file.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
-    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*could go through a picture"):
+    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*could go through an image"):
         prepared(config.model_copy(update={"data": [config.data[0].model_copy(update={"too_long": "cut"})]}))
 
 
@@ -162,7 +162,7 @@ MESHES: list[tuple[str, Mapping[str, int]]] = [
 def test_losses_are_equal_on_every_mesh(
     model: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]
 ) -> None:
-    """Some streams have pictures, others none."""
+    """Some streams have images, others none."""
     for at, where in (("one", {}), ("mesh", mesh)):
         (tmp_path / at).mkdir()
         runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false")
@@ -174,15 +174,15 @@ def test_losses_are_equal_on_every_mesh(
 def test_an_interrupted_run_goes_on(
     model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It continues with the next pictures, also where they have been moved, and not with others."""
+    """It continues with the next images, also where they have been moved, and not with others."""
     moved = tmp_path / "moved"
     for name, several in (("whole", (4,)), ("parts", (2, 4))):
         (tmp_path / name).mkdir()
         file = file_of(tmp_path / name, model("qwen3_vl"))
-        with min((tmp_path / name / "drawn").iterdir()).open("ab") as picture:
-            picture.write(b"a")  # readers ignore what comes after the end
+        with min((tmp_path / name / "drawn").iterdir()).open("ab") as image:
+            image.write(b"a")  # readers ignore what comes after the end
         for steps in several:
-            root = [f"data.0.pictures.root={moved}"] if moved.exists() else []
+            root = [f"data.0.images.root={moved}"] if moved.exists() else []
             on_this = ("save.export=false", f"train.steps={steps}", "optim.schedule=constant", *root)
             runs.on_mesh(file, {}, *on_this)
             if name == "parts" and not root:
@@ -195,11 +195,11 @@ def test_an_interrupted_run_goes_on(
     monkeypatch.setattr(token_cache, "BEGAN", time.time())  # another run
     data = prepared(config).data
     assert f"{first} has other bytes than when the data were read" in caplog.text
-    with pytest.raises(mw.CheckpointError, match="was trained on other data: files, pictures"):
+    with pytest.raises(mw.CheckpointError, match="was trained on other data: files, images"):
         check_position(config, data)
 
 
-def test_pictures_that_are_gone(model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_are_gone(model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was there before is missed at the next start, with its row; during a run, by the step that shows it."""
     config = config_file.read(file_of(tmp_path, model("qwen3_vl")))
     data = prepared(config).data
@@ -219,7 +219,7 @@ def test_pictures_that_are_gone(model: Callable[[str], Path], tmp_path: Path, mo
     assert len(prepared(skips).data.documents[0]) == len(documents) - 1
 
 
-def test_pictures_are_named_and_shown(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_are_named_and_shown(model: Callable[[str], Path], tmp_path: Path) -> None:
     """`meshwright data --show` names those of a document, and what they take; the report shows some."""
     directory = model("qwen3_vl")
     data = prepared(config_file.read(file_of(tmp_path, directory))).data
@@ -237,12 +237,12 @@ def test_pictures_are_named_and_shown(model: Callable[[str], Path], tmp_path: Pa
     page = report_page([read_run(run)], {"command": "x", "date": "today"})
     jpegs = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)">', page)
     assert len(jpegs) == page.count("<img") == 8
-    with Image.open(io.BytesIO(base64.b64decode(jpegs[0]))) as picture:
-        assert max(picture.size) <= 160
+    with Image.open(io.BytesIO(base64.b64decode(jpegs[0]))) as image:
+        assert max(image.size) <= 160
     assert len("".join(jpegs)) < 8 * 8192
-    listed = json.loads((run / "pictures.json").read_text())["pictures"]
+    listed = json.loads((run / "images.json").read_text())["images"]
     bad = [{**listed[0], "jpeg": '"><script>'}, {"file": 1}, 3, {**listed[0], "file": "<b>.png", "jpeg": "A" * 99999}]
-    (run / "pictures.json").write_text(json.dumps({"pictures": bad + listed[:1]}))
+    (run / "images.json").write_text(json.dumps({"images": bad + listed[:1]}))
     assert report_page([read_run(run)], {"command": "x", "date": "today"}).count("<img") == 1
 
 
@@ -264,7 +264,7 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     assert float((local - expected).abs().max()) < near
     places = [*result.placeholders.ids]
     expected[:, places] = in_chat[:, places] = 0
-    # A chat that shows the same picture, and asks the same.
+    # A chat that shows the same image, and asks the same.
     assert float((in_chat[0] - expected[document.spans[0][0] - 1]).abs().max()) < near
 
 
@@ -298,8 +298,8 @@ def _ours(out: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[i
     return logits, seen[0]
 
 
-def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
-    """A text source with tokens that stand for pictures, or ids beyond the vocabulary, is refused before the run."""
+def test_rows_that_only_name_an_image(tmp_path: Path) -> None:
+    """A text source with tokens that stand for images, or ids beyond the vocabulary, is refused before the run."""
     model = seeing.directory(tmp_path / "m", "qwen3_vl")
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
@@ -307,7 +307,7 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
     make, message, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
     assert str(place) in message
     assert len(make({"ids": [5, 6, 7]})) == 1
-    with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
+    with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for an image"):
         make({"ids": [5, place, 7]})
     with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
         make({"ids": [5, vocab]})
@@ -327,7 +327,7 @@ def preferences(folder: Path) -> Path:
     return folder / "chats.jsonl"
 
 
-def _check_same_pictures(batch: mw.Batch) -> None:
+def _check_same_images(batch: mw.Batch) -> None:
     """Check that both documents of each pair have the same patches."""
     if batch.images is None:
         return
@@ -341,18 +341,18 @@ def _check_same_pictures(batch: mw.Batch) -> None:
 
 
 def of_pairs(path: Path, mesh: Mapping[str, int]) -> tuple[float, int, dict[str, Tensor]]:
-    """Return loss, number of pictures and gradients of the first step. The model is its own reference."""
+    """Return loss, number of images and gradients of the first step. The model is its own reference."""
     trainer = mw.Trainer(config_file.read(path, [f"mesh.{axis}={n}" for axis, n in mesh.items()]))
     batches = trainer.feed.step(0).batches
     for batch in batches:
-        _check_same_pictures(batch)
+        _check_same_images(batch)
     loss = trainer.engine.backward(batches)
     assert abs(trainer.engine.metrics["margins"]) < 1e-12
     return loss, sum(len(batch.frames) for batch in batches), mw.gather(trainer.model, "grad")
 
 
-def test_pairs_with_pictures(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Both answers of a pair see the pictures of the prompt, on every mesh."""
+def test_pairs_with_images(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Both answers of a pair see the images of the prompt, on every mesh."""
     preferences(tmp_path)
     path = runs.file_of(
         tmp_path, model("qwen3_vl"), dpo={"sft_weight": 0.1}, save={"export": False},
@@ -369,8 +369,8 @@ def test_pairs_with_pictures(model: Callable[[str], Path], tmp_path: Path) -> No
         assert worst(there[0][2], grads) < 1e-9
 
 
-def test_stored_scores_of_pictures_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """A teacher's scores are stored by tokens, which do not hold pictures."""
+def test_stored_scores_of_images_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A teacher's scores are stored by tokens, which do not hold images."""
     data = prepared(config_file.read(file_of(tmp_path, model("qwen3_vl")))).data
-    with pytest.raises(mw.DataError, match=r"chats\.jsonl has pictures.*leave scores out.*distill\.teacher"):
-        check_no_pictures([data])
+    with pytest.raises(mw.DataError, match=r"chats\.jsonl has images.*leave scores out.*distill\.teacher"):
+        check_no_images([data])

@@ -1,4 +1,4 @@
-"""The picture of the live view in the README: `python -m tests.pictures` writes docs/images/train-terminal.svg."""
+"""The screenshot of the live view in the README: `python -m tests.screenshot` writes docs/images/train-terminal.svg."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meshwright.train.display import RunState, Screen
 
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "train-terminal.svg"
+SCREENSHOT = Path(__file__).parents[1] / "docs" / "images" / "train-terminal.svg"
 BEGAN = 1_750_000_000.0
 
 
@@ -43,7 +43,7 @@ def run_state(steps: int = 412) -> RunState:
     return result
 
 
-def picture() -> str:
+def screenshot() -> str:
     """Leave out the fonts that rich would fetch."""
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Screen(run_state(), "", now=BEGAN + 2.7 * 412))
@@ -52,5 +52,5 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(picture())
+    SCREENSHOT.parent.mkdir(exist_ok=True)
+    SCREENSHOT.write_text(screenshot())
