@@ -76,7 +76,7 @@ def top_logprobs(
 def top_logprobs(
     model: Model, batches: Batch | Sequence[Batch], k: int, *, temperature: float = 1.0
 ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-    """Return the top-k next tokens at each token, the likeliest first: their "ids" and "logprobs", `[T, k]` each.
+    """Return the k likeliest next tokens at each position, likeliest first: their "ids" and "logprobs", `[T, k]` each.
 
     Several batches give a list. Labels have no effect; padding has the ids -1 and the log-probabilities 0.
     `temperature` divides the logits first. No rank ever has `[T, V]` logits. No gradients.

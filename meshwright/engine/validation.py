@@ -289,7 +289,7 @@ def check_on_nonfinite(value: object) -> None:
 
 
 def check_num_top(k: object, vocab: int) -> None:
-    """Refuse more tokens than a vocabulary has."""
+    """Refuse a k that is not from 1 to the size of the vocabulary."""
     if type(k) is not int or not 0 < k <= vocab:
         raise ConfigError(f"k={k!r:.80} must be a whole number from 1 to the {vocab} tokens of the vocabulary")
 
