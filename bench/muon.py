@@ -10,7 +10,7 @@ matrices of the files, with torch.optim.AdamW(fused=True) for all else. torch it
 ranks must send the bytes of its bill, or the bench refuses to go on.
 
 --train: both optimizers train the same random weights on the same batches, and take turns step by step. Documents are
-of a made-up language, a Markov chain of order 2: the next word follows either the last word or the one before it, and
+of a made-up language, a Markov chain of order 2: the next token follows either the last token or the one before it, and
 spans of a document are repeated. lr warms up, then falls along a cosine to a tenth. A side gets more lrs while its best
 one is the lowest or the highest.
 """
@@ -65,12 +65,12 @@ OPTIMIZERS: dict[str, mw.AdamW] = {
 ADAMW, MUON, _ = OPTIMIZERS
 PEER = "torch.optim.Muon and AdamW"
 
-WORDS, SUCCESSORS = 200, (0.7, 0.3)
+TINY_VOCAB, SUCCESSORS = 200, (0.7, 0.3)
 STEPS, WARM_UP, BATCHES, LENGTH, EVERY = 300, 30, 4, 256, 10
 LRS = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 MAX_MORE = 4  # lrs that a side may get beyond LRS
 TINY: dict[str, Any] = dict(
-    model_type="qwen3_moe", vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+    model_type="qwen3_moe", vocab_size=TINY_VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, intermediate_size=128, num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=48, norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=LENGTH,
     output_router_logits=True, router_aux_loss_coef=0.001, dtype="float32",
@@ -210,22 +210,22 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def language(seed: int) -> Iterator[list[int]]:
-    """Yield documents of LENGTH words without end. 7 in 10 words follow one of two tables, the others repeat a span.
+    """Yield documents of LENGTH tokens without end. 7 in 10 tokens follow one of two tables, the others repeat a span.
 
     Pairs of neighbours say little, so that most of what can be learned is in the matrices, not in embedding and head.
     """
     rng = random.Random(seed)
-    tables = [[rng.sample(range(WORDS), len(SUCCESSORS)) for _ in range(WORDS)] for _ in range(2)]
+    tables = [[rng.sample(range(TINY_VOCAB), len(SUCCESSORS)) for _ in range(TINY_VOCAB)] for _ in range(2)]
     while True:
-        words = [rng.randrange(WORDS), rng.randrange(WORDS)]
-        while len(words) < LENGTH:
-            if len(words) > 32 and rng.random() < 0.03:
-                start = rng.randrange(len(words) - 16)
-                words += words[start : start + rng.randrange(8, 17)]
+        tokens = [rng.randrange(TINY_VOCAB), rng.randrange(TINY_VOCAB)]
+        while len(tokens) < LENGTH:
+            if len(tokens) > 32 and rng.random() < 0.03:
+                start = rng.randrange(len(tokens) - 16)
+                tokens += tokens[start : start + rng.randrange(8, 17)]
             else:
                 back = rng.randrange(2)
-                words += rng.choices(tables[back][words[-1 - back]], SUCCESSORS)
-        yield words[:LENGTH]
+                tokens += rng.choices(tables[back][tokens[-1 - back]], SUCCESSORS)
+        yield tokens[:LENGTH]
 
 
 def lr_at(step: int, highest: float) -> float:
@@ -341,7 +341,7 @@ def timings(options: argparse.Namespace) -> Iterator[str]:
 def trainings(options: argparse.Namespace) -> Iterator[str]:
     yield (
         f"\n## Pre-training with Muon, {datetime.date.today()}\n\n{machine()}. A mixture of {TINY['num_experts']} "
-        f"experts, random weights, float32, Muon's iteration in bfloat16; {BATCHES} micro-batches of {LENGTH} words a "
+        f"experts, random weights, float32, Muon's iteration in bfloat16; {BATCHES} micro-batches of {LENGTH} tokens a "
         f"step, lr warms up for {WARM_UP} steps and falls to a tenth; weight decay 0.1, clipping at 1.0."
     )
     for seed in options.seeds:

@@ -58,8 +58,8 @@ def noise(device: Device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> T
 def ops(device: Device) -> Iterator[Op]:
     """Make the ops of a step of Qwen3 at the sizes of 1.7B and of 30B-A3B, one at a time; small ones on a CPU."""
     T, D, V, E, R = (128, 128, 997, 4, 128) if device.rehearses else (8192, 2048, 151936, 128, 1536)
-    words = torch.randint(V, (T,), device=device.kind)
-    stats = partial(token_stats, labels_T=words, entropy=False)
+    labels = torch.randint(V, (T,), device=device.kind)
+    stats = partial(token_stats, labels_T=labels, entropy=False)
     weight = noise(device, V, D, dtype=torch.float32) / 50
     yield Op("loss", f"{T} x {V}, width {D}", stats, [noise(device, T, D), weight], trained=(0, 1))
     matrix = noise(device, 6 * D, D)

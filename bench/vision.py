@@ -5,7 +5,7 @@
 
 The text model is that of bench/step.py, 8 layers of width 512; the vision encoder has 6 blocks of width 384. Documents
 have 1024 tokens, of which two images take 128 (512 patches). Each rank has its own, in float32. On two ranks, the
-peer is transformers' model in torch's DistributedDataParallel. `words alone` runs the same model on 1024 text tokens,
+peer is transformers' model in torch's DistributedDataParallel. `text alone` runs the same model on 1024 text tokens,
 which shows what images cost. `without a tower` runs the text model on them, which shows what an idle encoder costs.
 Contenders alternate in one run; times are medians of the slower rank.
 """
@@ -59,12 +59,12 @@ Made = tuple[list[int], list[tuple[Tensor, tuple[int, int, int]]]]
 def document(seed: int, *, sees: bool) -> Made:
     """Make a document of text tokens, with two images in it if it `sees`."""
     g = torch.Generator().manual_seed(seed)
-    words = torch.randint(PLACE, (TOKENS,), generator=g).tolist()
+    text = torch.randint(PLACE, (TOKENS,), generator=g).tolist()
     if not sees:
-        return words, []
+        return text, []
     num = GRID[1] * GRID[2] // 4
     run = [START, *[PLACE] * num, END]
-    tokens = [*words[:100], *run, *words[100:300], *run, *words]
+    tokens = [*text[:100], *run, *text[100:300], *run, *text]
     return tokens[:TOKENS], [(torch.randn(4 * num, PIXELS, generator=g), GRID) for _ in range(2)]
 
 
@@ -108,7 +108,7 @@ def peer(directory: Path, ranks: int) -> Step:
 SIDES: dict[str, Callable[[Path, int], Step]] = {
     "meshwright": functools.partial(ours, sees=True),
     "transformers": peer,
-    "meshwright, words alone": functools.partial(ours, sees=False),
+    "meshwright, text alone": functools.partial(ours, sees=False),
     "meshwright, without a tower": functools.partial(ours, sees=False, tower=False),
 }
 
@@ -144,12 +144,12 @@ def compare(ranks: int, rounds: int) -> list[str]:
         f"| {ranks * TOKENS / took:.0f} | {ranks * patches / took if n < 2 else 0:.0f} |"
         for n, name in enumerate(SIDES)
     ]
-    own, other, words, text = seconds.values()
-    share = ratio([1 - w / m for w, m in zip(words, own, strict=True)])
+    own, other, alone, towerless = seconds.values()
+    share = ratio([1 - w / m for w, m in zip(alone, own, strict=True)])
     summary = (
         f"| | transformers by meshwright {ratio([b / a for a, b in zip(own, other, strict=True)])}; "
-        f"images take {share} of a step; words alone by the text model "
-        f"{ratio([a / b for a, b in zip(words, text, strict=True)])} | | | |"
+        f"images take {share} of a step; text alone by the text model "
+        f"{ratio([a / b for a, b in zip(alone, towerless, strict=True)])} | | | |"
     )
     return [*rows, summary]
 

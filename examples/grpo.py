@@ -28,8 +28,8 @@ import meshwright as mw
 from meshwright.verify import run_ranks
 
 ANSWERS, LONGEST, TEMPERATURE = 8, 3, 1.0  # a prompt has so many answers, of at most so many tokens
-WORDS = [*"0123456789", "repeat ", "?", "<end>"]
-END = WORDS.index("<end>")
+VOCAB = [*"0123456789", "repeat ", "?", "<end>"]
+END = VOCAB.index("<end>")
 Row = dict[str, Any]
 
 
@@ -45,7 +45,7 @@ def rows_of_example() -> list[Row]:
 def model_of_example(at: Path) -> None:
     """Write a tiny Qwen3 with random weights."""
     config = transformers.Qwen3Config(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -56,15 +56,15 @@ def tokens_of(row: Row) -> list[int]:
     """Stand for a tokenizer with its chat template."""
     text, ids = "".join(message["content"] for message in row["prompt"]), []
     while text:
-        word = next(word for word in WORDS if text.startswith(word))
-        ids.append(WORDS.index(word))
-        text = text[len(word) :]
+        piece = next(piece for piece in VOCAB if text.startswith(piece))
+        ids.append(VOCAB.index(piece))
+        text = text[len(piece) :]
     return ids
 
 
 def reward_of(row: Row, answer: list[int]) -> float:
     """Return 1 for the right digit, and half a point more for an end right after it."""
-    right = [WORDS[token] for token in answer[:1]] == [row["reward_model"]["ground_truth"]]
+    right = [VOCAB[token] for token in answer[:1]] == [row["reward_model"]["ground_truth"]]
     return float(right) + 0.5 * (right and answer[1:] == [END])
 
 

@@ -92,7 +92,8 @@ PATCH = 3 * 2 * 4 * 4  # numbers of a patch
 
 
 def document(*parts: int | Grid, seed: int = 0, touching: bool = False) -> Made:
-    """Words (so many) and images (time, height, width in patches). A video has a run for each slice, words between.
+    """Text tokens (their number) and images (time, height, width in patches). A video has a run for each slice, text
+    between.
     `touching`: no token stands between images, nor around them."""
     g = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
@@ -104,14 +105,14 @@ def document(*parts: int | Grid, seed: int = 0, touching: bool = False) -> Made:
         time, height, width = part
         run = [IMAGE if time == 1 else VIDEO] * (height * width // 4)
         for _ in range(time):
-            words = torch.randint(IMAGE, (2 * (time > 1),), generator=g).tolist()  # what would be a time
-            tokens += [*words, *run] if touching else [*words, START, *run, END]
+            text = torch.randint(IMAGE, (2 * (time > 1),), generator=g).tolist()  # what would be a time
+            tokens += [*text, *run] if touching else [*text, START, *run, END]
         images.append((torch.randn(time * height * width, PATCH, generator=g), part))
     return tokens, images
 
 
 DOCUMENTS: dict[str, Made] = {
-    "words": document(9, seed=1),
+    "text": document(9, seed=1),
     "one place": document(3, (1, 2, 2), 4, seed=2),
     "wide, then high": document(3, (1, 2, 6), 2, (1, 6, 2), 4, seed=3),
     "two of a size": document(2, (1, 4, 6), 1, (1, 4, 6), 3, seed=4),

@@ -1,4 +1,4 @@
-"""Distillation on meshes: losses and gradients equal those by hand from full logits, with any words of a teacher."""
+"""Distillation on meshes: losses and gradients equal those by hand from full logits, with any candidates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import parts, rl_losses, tiny, trials, worlds
 from tests.test_rl import worst
 from tests.words import words
 
-VOCAB = 131  # two slices of tp: 66 words and 65
+VOCAB = 131  # two slices of tp: 66 tokens and 65
 MESHES: dict[str, list[dict[str, int]]] = {
     "qwen3": [dict(fsdp=2), dict(cp=2), *([dict(cp=2, tp=2), dict(tp=4)] if parts.ALL else [])],
     "qwen3_tied": [dict(tp=2), dict(pp=2)],
@@ -30,7 +30,7 @@ MESHES: dict[str, list[dict[str, int]]] = {
 }
 RUNS = [(source, mesh) for source, meshes in MESHES.items() for mesh in meshes]
 BATCHES = {1: 136, 2: 68, 4: 36}  # the tokens of a micro-batch, by their number on one data rank
-# By name: the objective, the words, the number of micro-batches.
+# By name: the objective, the candidates, the number of micro-batches.
 CASES: dict[str, tuple[Distill, str, int]] = {
     "forward": (Distill(top_k=5), "likely", 1),
     "forward at 2": (Distill(2.0, alpha=0.3, top_k=5), "in one slice", 2),
@@ -46,7 +46,7 @@ CUSTOM = "a loss of documents"
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("distillation")
     made = {name: tiny.directory(at / name, name) for name in MESHES}
-    # Another model, with a few rows of padding more; rows that the student lacks must not be its words.
+    # Another model, with a few rows of padding more; rows that the student lacks must not be candidates.
     return {
         **made,
         "scores": at / "scores",
@@ -55,7 +55,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fields_of(kind: str) -> dict[str, list[Tensor]]:
-    """Words of each token, and log-probabilities that leave a part for the others. Some tokens have fewer words."""
+    """Candidates of each token, and log-probabilities that leave a part for the others. Some tokens have fewer."""
     draw, made = torch.Generator().manual_seed(5), dict[str, list[Tensor]]({IDS: [], LOGPROBS: []})
     for tokens in rl_losses.documents():
         logs = (2 * torch.randn(len(tokens), VOCAB, generator=draw, dtype=torch.float64)).log_softmax(-1)
@@ -75,9 +75,9 @@ def fields_of(kind: str) -> dict[str, list[Tensor]]:
 
 
 def entropic(scores: Any, fields: Any, docs: Any) -> Tensor:
-    """All scores at once, of whole documents: their parts must come back to the right words."""
-    assert fields[IDS].shape == scores["word_logprobs"].shape
-    both = docs.mean(scores["word_logprobs"].exp()).square().sum(-1) + docs.mean(scores["entropy"])
+    """All scores at once, of whole documents: their parts must come back to the right candidates."""
+    assert fields[IDS].shape == scores["candidate_logprobs"].shape
+    both = docs.mean(scores["candidate_logprobs"].exp()).square().sum(-1) + docs.mean(scores["entropy"])
     return both * docs.mean(scores["logprobs"])
 
 
@@ -106,7 +106,7 @@ def answers(at: Mapping[str, Path], source: str, mesh: dict[str, int]) -> dict[s
         made[name] = _answer(engine, batches)
         if num == 2:
             assert engine.evaluate(batches) == pytest.approx(made[name][0], rel=1e-12)
-    loss = mw.Loss(entropic, per="document", words=IDS)
+    loss = mw.Loss(entropic, per="document", candidates=IDS)
     batches = batches_of(model.mesh, "likely", 2)
     made[CUSTOM] = _answer(mw.Engine(model, lr=1.0, loss=loss, entropy=True, temperature=0.7), batches)
     tops = mw.top_logprobs(model, batches, 70, temperature=0.7)  # more than a slice has
@@ -170,7 +170,7 @@ def _logits(model: mw.Model, batch: mw.Batch) -> Tensor:
 
 
 def _likeliest(logits: Tensor, k: int) -> dict[str, Tensor]:
-    """Return the fields of a teacher, without the words that no student has."""
+    """Return the fields of a teacher, without the tokens that no student has."""
     logprobs, ids = logits.log_softmax(-1).topk(k, -1)
     assert (ids >= VOCAB).any()
     return {IDS: ids.masked_fill(ids >= VOCAB, -1), LOGPROBS: logprobs}
@@ -179,7 +179,7 @@ def _likeliest(logits: Tensor, k: int) -> dict[str, Tensor]:
 def by_hand(
     objective: Distill, logits: Tensor, batch: mw.Batch, fields: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum over tokens and words in plain loops."""
+    """Sum over tokens and candidates in plain loops."""
     probs, sure = (logits / objective.temperature).softmax(-1), logits.log_softmax(-1)
     kls, entropies, same = [], [], []
     for t in batch.is_target_T.nonzero()[:, 0].tolist():
@@ -243,7 +243,7 @@ def test_losses_and_gradients_are_those_by_hand(
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 @pytest.mark.parametrize("distance", [2.0, 8.0, 14.0, 18.0, 24.0])
 def test_a_small_rest_is_right_in_float32(kind: str, distance: float) -> None:
-    """Two words have all but a part of 0.1 to 1e-10, which float32 does not see in a sum near 1."""
+    """Two candidates have all but a part of 0.1 to 1e-10, which float32 does not see in a sum near 1."""
     others = torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64) - distance
     both = [
         torch.cat([torch.tensor(own, dtype=torch.float64), others * 1.01])[None] for own in ([0.6, 0.3], [0.2, 0.9])
@@ -262,13 +262,13 @@ def test_a_small_rest_is_right_in_float32(kind: str, distance: float) -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 @pytest.mark.parametrize("rest", ["bucket", "renormalise"])
-def test_words_that_are_sure_are_finite(kind: str, rest: str) -> None:
-    """Sums that round to 1 or above, of stored float16 too; tokens with fewer words, or none at all."""
+def test_sure_candidates_are_finite(kind: str, rest: str) -> None:
+    """Sums that round to 1 or above, of stored float16 too; tokens with fewer candidates, or none at all."""
     teacher = torch.tensor([[1e-4, -30.0], [-1e-4, 0.0], [0.0, 0.0]])
     student = torch.tensor([[0.0, -40.0], [-20.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    is_word = torch.tensor([[True, True], [True, False], [False, False]])
+    is_candidate = torch.tensor([[True, True], [True, False], [False, False]])
     rests = torch.tensor([-90.0, -1e-6, 0.0]) if rest == "bucket" else None
-    values = divergence(teacher, student, is_word, rests, kind=kind)[:2]
+    values = divergence(teacher, student, is_candidate, rests, kind=kind)[:2]
     (gradient,) = torch.autograd.grad(values.sum(), student)
     assert values.isfinite().all()
     assert gradient[:2].isfinite().all()
@@ -292,7 +292,7 @@ def _sure_batch(dtype: torch.dtype) -> mw.Batch:
 
 
 def _sure_student(source: Path) -> None:
-    """Change the rows of two words in the head so that every token of the batch predicts them."""
+    """Change the rows of two tokens in the head so that every token of the batch predicts them."""
     batch, file = _sure_batch(torch.float64), source / "model.safetensors"
     logits = mw.logits(mw.load(source, mw.Mesh(), dtype=torch.float64), batch)
     weights = load_file(file)
@@ -302,7 +302,7 @@ def _sure_student(source: Path) -> None:
 
 
 def _of_sure_student(source: Path, mesh: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return gradients, and how much the student leaves to all other words."""
+    """Return gradients, and how much the student leaves to all other tokens."""
     model, batch = mw.load(source, trials.mesh_of(mesh), dtype=dtype), _sure_batch(dtype)
     rest = mw.logits(model, batch).log_softmax(-1).double().exp()[:8]
     rest[:, PAIR] = 0.0
@@ -311,8 +311,8 @@ def _of_sure_student(source: Path, mesh: dict[str, int], dtype: torch.dtype) -> 
     return {"loss": torch.tensor(loss), "rest": rest.sum(-1), **mw.gather(model, "grad")}
 
 
-def test_a_sure_student_learns_what_its_teacher_leaves_to_other_words(tmp_path: Path) -> None:
-    """It gives two words all but about 1e-9. In float32, 1 minus their sum is 0, and has no gradient."""
+def test_a_sure_student_learns_what_its_teacher_leaves_to_other_tokens(tmp_path: Path) -> None:
+    """It gives two tokens all but about 1e-9. In float32, 1 minus their sum is 0, and has no gradient."""
     source = tiny.directory(tmp_path / "m", "qwen3")
     worlds.run(1, _sure_student, source)
     [exact] = worlds.run(1, _of_sure_student, source, {}, torch.float64)
@@ -336,37 +336,37 @@ def _of(rows: list[list[int]]) -> dict[str, Tensor]:
 
 PLAIN = [[1, 2]] * 5
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no words": (_step, words("DataError", "no field 'teacher_ids'", "with_fields")),
+    "no candidates": (_step, words("DataError", "no field 'teacher_ids'", "with_fields")),
     "no log-probabilities": (lambda e: _step(e, teacher_ids=torch.tensor(PLAIN)),
         words("DataError", "no field 'teacher_logprobs'", "Distill.ask")),
-    "a word of another vocabulary": (lambda e: _step(e, **_of([*PLAIN[:3], [1, 131], [1, 2]])),
-        words("DataError", "word 131", "token 3", "vocabulary of 131")),
-    "a label without a word": (lambda e: _step(e, **_of([[1, 2], [-1, -1], *PLAIN[2:]])),
-        words("DataError", "token 1 has a label", "no word")),
-    "words as numbers with a point": (lambda e: _step(e, teacher_ids=torch.ones(5, 2)),
+    "a candidate of another vocabulary": (lambda e: _step(e, **_of([*PLAIN[:3], [1, 131], [1, 2]])),
+        words("DataError", "candidate 131", "token 3", "vocabulary of 131")),
+    "a label without a candidate": (lambda e: _step(e, **_of([[1, 2], [-1, -1], *PLAIN[2:]])),
+        words("DataError", "token 1 has a label", "no candidate")),
+    "candidates as numbers with a point": (lambda e: _step(e, teacher_ids=torch.ones(5, 2)),
         words("DataError", "float32", "whole numbers")),
-    "one word a token": (lambda e: _step(e, teacher_ids=torch.ones(5).long()), words("DataError", r"\(5,\)", "K")),
+    "one candidate a token": (lambda e: _step(e, teacher_ids=torch.ones(5).long()), words("DataError", r"\(5,\)", "K")),
     "weights in rows": (lambda e: _step(e, **_of(PLAIN), weight=torch.ones(5, 2)),
         words("DataError", "'weight'", "one weight a token")),
     "a temperature of the engine too": (lambda e: _step(e, **_of(PLAIN), temperature=2.0),
-        words("ConfigError", "temperature=2.0", "word_temperature=1.0", "leave one")),
-    "a temperature of 0": (lambda e: _step(e, mw.Loss(entropic, "document", words=IDS, word_temperature=0.0),
+        words("ConfigError", "temperature=2.0", "candidate_temperature=1.0", "leave one")),
+    "a temperature of 0": (lambda e: _step(e, mw.Loss(entropic, "document", candidates=IDS, candidate_temperature=0.0),
         **_of(PLAIN)),
         words("ConfigError", "temperature=0.0", "above 0")),
-    "a temperature without words": (lambda e: mw.Loss(entropic, per="document", word_temperature=2.0),
-        words("ConfigError", "word_temperature=2.0", "words=")),
-    "other words than none": (lambda e: mw.Loss(entropic, "document", rest=True),
-        words("ConfigError", "rest=True", "words=")),
-    "a rest that is no choice": (lambda e: mw.Loss(entropic, "document", words=IDS, rest="bucket"),
+    "a temperature without candidates": (lambda e: mw.Loss(entropic, per="document", candidate_temperature=2.0),
+        words("ConfigError", "candidate_temperature=2.0", "candidates=")),
+    "the rest of nothing": (lambda e: mw.Loss(entropic, "document", rest=True),
+        words("ConfigError", "rest=True", "candidates=")),
+    "a rest that is no choice": (lambda e: mw.Loss(entropic, "document", candidates=IDS, rest="bucket"),
         words("ConfigError", "rest='bucket'", "True or False")),
-    "no other words": (lambda e: Distill(top_k=131).ask(e.model, [mw.pack([[1, 2]])], e.model),
+    "no other tokens": (lambda e: Distill(top_k=131).ask(e.model, [mw.pack([[1, 2]])], e.model),
         words("ConfigError", "top_k=131", "131", "renormalise")),
-    "words of a critic": (lambda e: _step(trials.build(e.model.directory, {}, head="value"), **_of(PLAIN)),
+    "candidates of a critic": (lambda e: _step(trials.build(e.model.directory, {}, head="value"), **_of(PLAIN)),
         words("ConfigError", "'teacher_ids'", "head")),
-    "more words than there are": (lambda e: mw.top_logprobs(e.model, mw.pack([[1, 2]]), 132),
+    "more tokens than there are": (lambda e: mw.top_logprobs(e.model, mw.pack([[1, 2]]), 132),
         words("ConfigError", "k=132", "131")),
-    "likeliest words of a critic": (lambda e: mw.top_logprobs(trials.build(e.model.directory, {}, head="value").model,
-        mw.pack([[1, 2]]), 2), words("StateError", "top_words", "head=")),
+    "likeliest tokens of a critic": (lambda e: mw.top_logprobs(trials.build(e.model.directory, {}, head="value").model,
+        mw.pack([[1, 2]]), 2), words("StateError", "top_logprobs", "head=")),
     "an unknown kind": (lambda e: Distill(kind="js"), words("ConfigError", "kind='js'", "forward")),
     "a share above 1": (lambda e: Distill(alpha=1.5), words("ConfigError", "alpha=1.5")),
     "no learning at all": (lambda e: Distill(rest="renormalise", top_k=1), words("ConfigError", "top_k=1")),
@@ -417,4 +417,4 @@ def _other_scores(source: Path, at: Path) -> None:
     for text, act in more.items():
         assert text in trials.error_of(act), trials.error_of(act)
     changed = mw.load(tiny.directory(at / "wide", "qwen3", vocab_size=3000), model.mesh, train=[])
-    assert "3,000 words and the student 131" in trials.error_of(lambda: objective.ask(changed, [batch], model))
+    assert "3,000 tokens and that of the student 131" in trials.error_of(lambda: objective.ask(changed, [batch], model))

@@ -245,7 +245,7 @@ def test_wrong_options_are_refused(sources: dict[str, Path], options: dict[str, 
 
 
 def trained(source: Path, fp8: str | None, num: int) -> list[float]:
-    """Train on documents in which four words may follow each word, so that none can be memorised."""
+    """Train on documents in which four tokens may follow each token, so that none can be memorised."""
     engine = mw.Engine(mw.load(source, mw.Mesh(device="cpu"), fp8=fp8), lr=lambda step: 2e-3 * (1 - step / num))
     g, losses = torch.Generator().manual_seed(5), []
     for _ in range(num):

@@ -30,7 +30,7 @@ SOME = {
     "qwen3": ["layers.*.mixer.q.*", "layers.0.mlp*", "head.norm*"],
     "qwen3_tied": ["layers.*.mixer.v.*", "layers.1.mlp*"],
     "qwen3_moe": ["layers.*.mixer.k.*", "layers.0.mlp.experts.down", "layers.2.mlp.experts*", "head.*"],
-    "many words": ["layers.0.*"],  # more than are cast at once for a product
+    "many rows": ["layers.0.*"],  # more than are cast at once for a product
     "qwen3_5": ["layers.*.mixer.qkv*", "layers.2.mixer.conv*", "layers.1.*", "layers.0.mixer.gates*", "head.weight"],
 }
 
@@ -61,7 +61,7 @@ CASES = parts.every(
         *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
         *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
         *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
-        *(Case("many words", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
+        *(Case("many rows", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
         *(Case("qwen3_5", mesh, memory=mw.MemoryOptions(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
         Case("qwen3_moe", EXPERTS, memory=mw.MemoryOptions(recompute="selective", reshard=False)),
     ],
@@ -109,8 +109,8 @@ def _all_wide(self: Blueprint, stored_dtypes: Any, compute: torch.dtype, trained
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Any]:
     """Cases of one mesh share a world."""
     at = tmp_path_factory.mktemp("frozen")
-    sources = {name: tiny.directory(at / name, name, dtype=BF16) for name in SOME if name != "many words"}
-    sources["many words"] = tiny.directory(at / "many", "qwen3", dtype=BF16, vocab_size=9001)
+    sources = {name: tiny.directory(at / name, name, dtype=BF16) for name in SOME if name != "many rows"}
+    sources["many rows"] = tiny.directory(at / "many", "qwen3", dtype=BF16, vocab_size=9001)
     meshes = {str(case.mesh): case.mesh for case in CASES}
     groups = [[str(case) for case in CASES if case.mesh == mesh] for mesh in meshes.values()]
     by_name = {str(case): case for case in CASES}

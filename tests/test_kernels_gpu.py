@@ -26,9 +26,9 @@ def device():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("words", [151936, 248320, 151669, 151936 // 8, 7])
-def test_logits(device, words, dtype):
-    assert loss._has_kernel(torch.zeros(1, 4, dtype=dtype, device=device), words)
+@pytest.mark.parametrize("vocab_size", [151936, 248320, 151669, 151936 // 8, 7])
+def test_logits(device, vocab_size, dtype):
+    assert loss._has_kernel(torch.zeros(1, 4, dtype=dtype, device=device), vocab_size)
 
 
 def test_products_are_accumulated_in_float32(device):

@@ -10,23 +10,24 @@ from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
 
 BLOCK = 8192
-WORDS = [1, 7, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17]
+VOCAB_SIZES = [1, 7, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17]
 
 
-def sample(words, seed=0):
+def sample(vocab_size, seed=0):
     """Rows of logits of very different size, with labels at the ends of blocks, in no block, and ignored."""
-    logits = rand(8, words, seed=seed, dtype=torch.float32, grad=False)
+    logits = rand(8, vocab_size, seed=seed, dtype=torch.float32, grad=False)
     logits *= torch.tensor([1e-3, 1, 1, 5, 5, 20, 80, 1])[:, None]
     logits[7] += 1000
-    logits[5, words // 2] = 300
+    logits[5, vocab_size // 2] = 300
     logits[2:5, -1] += 12  # the largest comes last, in a block of its own
-    labels = torch.tensor([0, words - 1, -100, words, min(BLOCK, words - 1), min(BLOCK - 1, words - 1), words // 2, 1])
+    last = vocab_size - 1
+    labels = torch.tensor([0, last, -100, vocab_size, min(BLOCK, last), min(BLOCK - 1, last), vocab_size // 2, 1])
     return logits, labels
 
 
-def check(kernels, words, entropy, temperature=1.0):
+def check(kernels, vocab_size, entropy, temperature=1.0):
     kind = loss.Kind(entropy, temperature)
-    logits, labels = sample(words)
+    logits, labels = sample(vocab_size)
     exact = logits.mul_(temperature).double()
     want = loss._stats(exact, labels, kind, into_probs=False)
     stats = kernels.token_stats(logits, labels, *kind)
@@ -39,14 +40,14 @@ def check(kernels, words, entropy, temperature=1.0):
 
 
 def check_all(kernels):
-    for words in (129, BLOCK + 1):
-        check(kernels, words, entropy=True)
+    for vocab_size in (129, BLOCK + 1):
+        check(kernels, vocab_size, entropy=True)
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("words", WORDS)
-def test_against_the_formula(words, entropy):
-    check(kernels_of("logits"), words, entropy)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_against_the_formula(vocab_size, entropy):
+    check(kernels_of("logits"), vocab_size, entropy)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 3.0])
@@ -101,12 +102,12 @@ PLANTS = [
     ("the first block left out", "for first in range(0, V, B)", "for first in range(B if V > B else 0, V, B)"),
     ("the entropy does not move with the largest", "rescale * (weighted + moved)", "rescale * weighted"),
     ("entropy counted beyond the row", "tl.where(at < V, exp * (x", "tl.where(at <= V, exp * (x"),
-    ("a label beyond the words", "(label >= 0) & (label < V)", "(label >= 0) & (label <= V)"),
+    ("a label beyond the vocabulary", "(label >= 0) & (label < V)", "(label >= 0) & (label <= V)"),
     ("an ignored label", "(label >= 0) & (label < V)", "label < V"),
     ("the gradient of a label in another block", "at == tl.load(labels + t)", "at % B == tl.load(labels + t)"),
     ("the entropy's gradient without its mean", "(log_p - tl.load(stats + t * 3 + 2))", "log_p"),
     ("the gradient of the stats of another row", "factor = tl.load(d_stats + t * 3)", "factor = tl.load(d_stats)"),
-    ("the last block of gradients left out", "triton.cdiv(num_words, _BLOCK)", "max(1, num_words // _BLOCK)"),
+    ("the last block of gradients left out", "triton.cdiv(vocab_size, _BLOCK)", "max(1, vocab_size // _BLOCK)"),
 ]  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_planted_bugs_are_seen(old, new, tmp_path):
         check_all(kernels)
 
 
-LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of 7 words, some outside
+LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of a vocabulary of 7, some outside
 
 
 @pytest.mark.parametrize("entropy", [True, False])

@@ -382,7 +382,7 @@ def test_a_trunk_that_is_trained_beside_a_carried_head_is_said_once(
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a family without one": ("qwen3", {}, dict(mtp="head"), r"qwen3.*no MTP head"),
-    "a value head": ("qwen3_5", {}, dict(mtp="head", head="value"), "predicts words"),
+    "a value head": ("qwen3_5", {}, dict(mtp="head", head="value"), "predicts tokens"),
     "patterns without it": ("qwen3_5", {}, dict(mtp="all", train=["layers.*"]), r"head\.mtp"),
     "an unknown mode": ("qwen3_5", {}, dict(mtp="on"), "carried, head, all"),
     "a weight of 0": ("qwen3_5", {}, dict(mtp="head", mtp_weight=0.0), "mtp_weight"),

@@ -120,8 +120,8 @@ def test_transformers_has_no_head_of_residual_streams(tmp_path: Path) -> None:
 # --- drafts of a trained head ---
 
 TEXT = (Path(__file__).parents[1] / "examples" / "text" / "lighthouse.txt").read_text("utf-8")[:240]  # of the demo
-WORDS = [byte for byte in " ".join(TEXT.split()).encode() if byte < 131]
-PROMPT, NUM_NEW = WORDS[40:60], 60
+TOKENS = [byte for byte in " ".join(TEXT.split()).encode() if byte < 131]
+PROMPT, NUM_NEW = TOKENS[40:60], 60
 KINDS = {"full": (["full_attention"] * 3, 240), "hybrid": (LAST_FULL["layer_types"], 130)}  # layers and steps
 
 
@@ -129,8 +129,8 @@ def trained(model: mw.Model, steps: int, *, length: int = 96) -> None:
     """Train on windows of the text."""
     engine, g = mw.Engine(model, lr=4e-3), torch.Generator().manual_seed(0)
     for _ in range(steps):
-        start = int(torch.randint(0, len(WORDS) - length, (), generator=g))
-        engine.step([mw.pack([WORDS[start : start + length]])])
+        start = int(torch.randint(0, len(TOKENS) - length, (), generator=g))
+        engine.step([mw.pack([TOKENS[start : start + length]])])
 
 
 def trained_apart(root: Path) -> None:

@@ -46,7 +46,7 @@ def engine_of(sources: Mapping[str, Path], mesh: dict[str, int], objective: Any)
 
 
 def labels_of(name: str) -> list[list[int]]:
-    """Return a class, or one of two words, at the last token of each document."""
+    """Return a class, or one of two answers, at the last token of each document."""
     return [
         [-100] * (size - 1) + [(7 * number) % 3 if name == "classify" else (NO, YES)[number * number % 3 % 2]]
         for number, size in enumerate(rl_losses.SIZES)

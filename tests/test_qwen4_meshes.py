@@ -21,7 +21,7 @@ TIES = dict(indexer_n_heads=1)  # a score is then 0 for every second block, and 
 @dataclass(frozen=True)
 class Short(Data):
     """Short streams, in which parts of 4 ranks have 6 tokens: fewer than the 9 before a token that its n-grams'
-    convolution needs. With few words, texts end often, and n-grams repeat within a rank and on several."""
+    convolution needs. With a small vocabulary, texts end often, and n-grams repeat within a rank and on several."""
 
     length: int = SHORT
     vocab: int = 12

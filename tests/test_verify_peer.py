@@ -146,7 +146,7 @@ def test_models_that_transformers_cannot_run_are_not_tried(
     assert re.search(message, report.unproven(tried, [part]))
 
 
-def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
+def test_a_padding_token_is_like_any_other(tmp_path: Path) -> None:
     """transformers gives its embedding no gradient, which is no mistake of ours."""
     recipe = tmp_path / "recipe"
     recipe.mkdir()

@@ -34,7 +34,7 @@ def on_a_mesh() -> bool:
 
 
 def without_gradient_no_update(patch: Patch) -> None:
-    """Leave out weight decay, too, for words and experts without tokens."""
+    """Leave out weight decay, too, for embeddings and experts without tokens."""
     real = LocalOptimizer._update
 
     def update(self: Any, part: Any, stored: Any, grads: Any, *more: float) -> None:
@@ -95,7 +95,7 @@ def evaluated_twice(patch: Patch) -> None:
     )
 
 
-def logits_of_other_words(patch: Patch) -> None:
+def logits_of_other_tokens(patch: Patch) -> None:
     def rolled(model: mw.Model, batch: mw.Batch) -> Tensor:
         return inference.logits(model, batch).roll(1, 1)
 
@@ -125,7 +125,7 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "an earlier copy is handed out": (first_copy_handed_out,
         r"U1 lm_head.weight: (?!.* of \d).*\bstream\b.*\bexport\b"),
     "evaluate": (evaluated_twice, "S1 evaluate: "),
-    "logits": (logits_of_other_words, r"D1 logits: .*\blog-?prob"),
+    "logits": (logits_of_other_tokens, r"D1 logits: .*\blog-?prob"),
     "weights of tokens are only counted": (weights_only_counted, "S1 loss: "),
     "the state is lost after 64 tokens": (state_lost(64), "D1 layers.0.mixer: "),
     "the state is lost in a long document": (state_lost(128), "D1 layers.0.mixer: "),

@@ -85,7 +85,7 @@ def test_positions_are_those_of_transformers() -> None:
 
 
 def test_positions_as_the_rule_says() -> None:
-    """Three words and a start, an image of 4 x 6 patches, a video of 2 slices of 4 x 4, words; then a second
+    """Three text tokens and a start, an image of 4 x 6 patches, a video of 2 slices of 4 x 4, text; then a second
     document, which begins at 0."""
     first = [1, 2, 3, START, *[IMAGE] * 6, END, 4, 5, 6, START, *[VIDEO] * 4, END, 7, START, *[VIDEO] * 4, END, 8, 9]
     images = [(torch.zeros(24, 96), (1, 4, 6)), (torch.zeros(32, 96), (2, 4, 4))]
@@ -190,7 +190,7 @@ def shares(local: Outputs, peer: Outputs) -> dict[str, float]:
     off = {key: float((grad - peer.grads[key]).norm()) / bound[key] for key, grad in local.grads.items()}
     out["gradients"] = max(off.values())
     trained = local.grads["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
-    out["the words of places"] = float("inf") if trained else 0.0
+    out["the rows of places"] = float("inf") if trained else 0.0
     return out
 
 
@@ -228,7 +228,7 @@ def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, A
     mw.export(model, out / "export")
     state = {key: part for key, part in engine.state_dict()["weights"].items() if "experts" in key}
     held = {key: [(part.start, part.values.clone()) for part in tensor.held()] for key, tensor in state.items()}
-    engine.step([seeing.packed(["one place", "words"], length=48)])
+    engine.step([seeing.packed(["one place", "text"], length=48)])
     saved = mw.save(engine, out / "runs")
     after = {key: tensor.clone() for key, tensor in mw.gather(model).items()}
     other = mw.Engine(mw.load(source, model.mesh, dtype=torch.float32, tower=True), lr=1e-2)
@@ -367,7 +367,7 @@ def messages_of_engine(source: Path) -> dict[str, str]:
     model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     wrong = {
         "stray": mw.pack([[1, 2, IMAGE, 3]]),
-        "words": mw.pack([[1, 2, 3, 4]], images=[[image(2, 2)]], placeholders=(3,)),
+        "text": mw.pack([[1, 2, 3, 4]], images=[[image(2, 2)]], placeholders=(3,)),
         "patches": mw.pack([[1, IMAGE]], images=[[(torch.zeros(4, 90), (1, 2, 2))]], placeholders=(IMAGE,)),
     }
     out = {"without a tower": blind}
@@ -383,14 +383,14 @@ def test_a_model_refuses_images_that_are_not_its_own(source: Callable[[str], Pat
     (message,) = worlds.run(1, messages_of_engine, source("qwen3_vl"))
     assert "a batch has 1 frame of images, but the model was loaded without its tower" in message["without a tower"]
     assert message["stray"].startswith(f"token {IMAGE} at position 2 stands for an image that the batch lacks")
-    assert message["words"].startswith("token 3 at position 2 is in the place of an image")
+    assert message["text"].startswith("token 3 at position 2 is in the place of an image")
     assert "has 90 values, but the vision tower takes 96" in message["patches"]
 
 
 def saved_with_a_tower(source: Path, at: Path) -> str:
     model = mw.load(source, trials.mesh_of(dict(fsdp=2)), dtype=torch.float32, tower=True)
     engine = mw.Engine(model, lr=1e-2)
-    engine.step([seeing.packed(["one place", "words"], length=48)])
+    engine.step([seeing.packed(["one place", "text"], length=48)])
     mw.save(engine, at / "ours")
     mw.export(model, at / "hf")
     dcp.save(engine.state_dict(), checkpoint_id=at / "dcp")

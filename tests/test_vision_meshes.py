@@ -19,12 +19,12 @@ from tests.trials import named, world_of
 LENGTH = 96
 NUM_STEPS = 2 if parts.ALL else 1  # the oracles take more
 IMAGES: dict[str, list[list[list[str]]]] = {  # for each data rank in turn, the documents of each micro-batch
-    "all": [[["one place", "a video"], ["touching", "words"]], [["wide, then high"], ["first and last", "one place"]]],
-    "one rank": [[["two of a size"], ["a short video", "words"]], [["words"], ["words", "words"]]],
-    "none": [[["words"], ["words", "words"]], [["words", "words"], ["words"]]],
-    "the last": [[["words"], ["words", "words"]], [["words"], ["one place", "touching"]]],
-    "the first": [[["beyond the table"], ["words"]], [["words"], ["words", "words"]]],
-    "in between": [[["one place"], ["words"], ["a video"], ["words"]], [["words"], ["words"], ["words"], ["words"]]],
+    "all": [[["one place", "a video"], ["touching", "text"]], [["wide, then high"], ["first and last", "one place"]]],
+    "one rank": [[["two of a size"], ["a short video", "text"]], [["text"], ["text", "text"]]],
+    "none": [[["text"], ["text", "text"]], [["text", "text"], ["text"]]],
+    "the last": [[["text"], ["text", "text"]], [["text"], ["one place", "touching"]]],
+    "the first": [[["beyond the table"], ["text"]], [["text"], ["text", "text"]]],
+    "in between": [[["one place"], ["text"], ["a video"], ["text"]], [["text"], ["text"], ["text"], ["text"]]],
 }
 TRAINED: dict[str, Any] = {
     "all": "**",

@@ -45,7 +45,7 @@ NUMBERS: dict[str, tuple[Plant, str]] = {  # what is planted, and the comparison
     "places count patches": (vision_plants.positions_count_patches, "logits"),
     "time counts frames": (vision_plants.time_counts_frames, "logits"),
     "a table without gradient": (vision_plants.table_of_zero_gradient, "gradients"),
-    "words of places are trained": (vision_plants.places_train_their_word, "the words of places"),
+    "rows of places are trained": (vision_plants.places_train_their_row, "the rows of places"),
 }
 FEATURES = ("features a layer late", "features reversed")  # which Qwen3.5 has not
 BY_FAMILY = {  # towers of both families are one module, so `make test` plants a bug of the rows once

@@ -182,7 +182,7 @@ def features_reversed(patch: Patch) -> None:
     _change_rows(patch, lambda rows: (rows[0], *reversed(rows[1:])))
 
 
-def places_train_their_word(patch: Patch) -> None:
+def places_train_their_row(patch: Patch) -> None:
     """The row of the embedding that stands for an image gets a gradient, though its value is left out."""
     real = decoder.Embedding.forward
 
@@ -190,8 +190,8 @@ def places_train_their_word(patch: Patch) -> None:
         x_TD = real(self, tokens_T, none_T)
         if none_T is None:
             return x_TD
-        words_TD = real(self, tokens_T) * none_T[:, None]
-        return x_TD + words_TD - words_TD.detach()
+        row_TD = real(self, tokens_T) * none_T[:, None]
+        return x_TD + row_TD - row_TD.detach()
 
     patch.setattr(decoder.Embedding, "forward", forward)
 

@@ -58,9 +58,9 @@ class Batch:
 
     A token has a loss term where it has a label, whatever the head. `bounds` are the starts and ends of documents, from
     0 to T. `fields` are further values, one per token or a row per token `[T, K]`, such as weights, advantages, or the
-    likeliest words of a teacher; those at t belong to the loss term at t. The last `num_filler` tokens are padding, a
-    document that loss and counts ignore. `images` stay on the host: each rank takes those that it encodes. Images
-    without frames belong to other ranks alone.
+    likeliest next tokens of a teacher; those at t belong to the loss term at t. The last `num_filler` tokens are
+    padding, a document that loss and counts ignore. `images` stay on the host: each rank takes those that it encodes.
+    Images without frames belong to other ranks alone.
 
     `numbers`: the index of each document in the list that `mw.pack` or `mw.batches` got. `groups`: a number per
     document; documents with the same number belong together, such as the answers to one prompt. By default each is

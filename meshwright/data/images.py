@@ -92,14 +92,14 @@ def joined_images(parts: Sequence[Images]) -> Images | None:
 def turns_of(bounds: Sequence[int], frames: Sequence[Frame]) -> Tensor:
     """Return the position of each token in time, height and width, `[T, 3]`: M-RoPE of Qwen2-VL (arXiv:2409.12191).
 
-    Positions begin at 0 in each document. A word has the same number in all three, the next free one. The tokens of a
-    frame share their time; height and width add the row and column. After a frame of h x w tokens the next free number
-    is max(h, w) further. If they were computed over the whole packed stream, positions would be wrong from the second
-    document on.
+    Positions begin at 0 in each document. A text token has the same number in all three, the next free one. The tokens
+    of a frame share their time; height and width add the row and column. After a frame of h x w tokens the next free
+    number is max(h, w) further. If they were computed over the whole packed stream, positions would be wrong from the
+    second document on.
 
-    Example: two words, an image of 4 x 4 patches (2 x 2 tokens), a word:
+    Example: two text tokens, an image of 4 x 4 patches (2 x 2 tokens), a text token:
 
-      token     w  w  i  i  i  i  w
+      token     t  t  i  i  i  i  t
       time      0  1  2  2  2  2  4
       height    0  1  2  2  3  3  4
       width     0  1  2  3  2  3  4
@@ -110,9 +110,9 @@ def turns_of(bounds: Sequence[int], frames: Sequence[Frame]) -> Tensor:
         position, next_position = start, 0
         while position < stop:
             frame = remaining[-1] if remaining and remaining[-1].start < stop else None
-            num_words = (frame.start if frame else stop) - position
-            turns_T3[position : position + num_words] = torch.arange(next_position, next_position + num_words)[:, None]
-            position, next_position = position + num_words, next_position + num_words
+            num_text = (frame.start if frame else stop) - position
+            turns_T3[position : position + num_text] = torch.arange(next_position, next_position + num_text)[:, None]
+            position, next_position = position + num_text, next_position + num_text
             if frame:
                 turns_T3[position : frame.stop] = next_position + _grid(frame)
                 position, next_position = frame.stop, next_position + max(frame.height, frame.width) // _MERGED

@@ -31,7 +31,7 @@ from .loss_documents import LossDocuments
 from .model import Model
 from .mtp import MtpData, mtp_data
 from .step_results import Results
-from .validation import check_autocast, check_batches, check_given_experts, check_inference_mode, check_word_ids
+from .validation import check_autocast, check_batches, check_candidate_ids, check_given_experts, check_inference_mode
 from .vision_sync import check_images, images_mask
 
 Result = TypeVar("Result")
@@ -265,16 +265,16 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
     return "the ranks differ in their settings"  # unreachable: equal texts have equal checksums
 
 
-def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token", words: str = "") -> Data:
+def data_of(model: Model, batches: Sequence[Batch], want: str, per: str = "token", candidates: str = "") -> Data:
     """Check this rank's batches and measure them. It reads values on the host, so it runs before they are copied to the
-    device. `per`: the unit of a loss term, whose weight is the divisor. `words`: the field with ids of words that the
+    device. `per`: the unit of a loss term, whose weight is the divisor. `candidates`: the field with token ids that the
     loss also scores.
     """
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
     marks = want in ("values", "hidden")  # labels are classes, or mark the tokens that have a term
-    check_images(batches, model.blueprint.module.tower, words=not marks)
+    check_images(batches, model.blueprint.module.tower, token_labels=not marks)
     check_given_experts(batches, model.blueprint.balance)
-    check_word_ids(batches, words, model.blueprint.vocab)
+    check_candidate_ids(batches, candidates, model.blueprint.vocab)
     if not marks:
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]

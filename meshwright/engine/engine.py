@@ -53,6 +53,7 @@ from .sleep import OPTIMIZER, WEIGHTS, put_to_sleep, wake_up
 from .step_results import Results, StepRecord, loss_sum, norms_if_applied, results_of
 from .step_rows import fields_of_step
 from .validation import (
+    check_candidates,
     check_complete,
     check_engine,
     check_inference_mode,
@@ -61,7 +62,6 @@ from .validation import (
     check_temperature,
     check_trainable,
     check_trains,
-    check_words,
     lr_of_step,
     norm_bound,
 )
@@ -427,12 +427,12 @@ class Engine:
             per = loss.per if loss.normalise else "micro_batch"
             self.settle_saving()
             check_temperature(self.temperature, self.model.blueprint.scores)
-            check_words(loss, float(self.temperature), self.model.blueprint.scores)
+            check_candidates(loss, float(self.temperature), self.model.blueprint.scores)
             check_on_nonfinite(self.on_nonfinite)
             if call != EVALUATE:
                 check_ready(self.model, self.trained)
                 check_trains(self.trained)
-            data = data_of(self.model, batches, self.want, per, loss.words)
+            data = data_of(self.model, batches, self.want, per, loss.candidates)
             settings = {**self._settings(), **fields_of_step(loss, batches)}
             if call == EVALUATE:
                 return Proposal(data, settings=settings)
@@ -457,7 +457,7 @@ class Engine:
             "the step": self.steps,
             "the loss": loss.name,
             "what the loss is of": (loss.per, loss.normalise, loss.metrics),
-            "the words that the loss scores, and their temperature": (loss.words, loss.word_temperature, loss.rest),
+            "the candidates of the loss": (loss.candidates, loss.candidate_temperature, loss.rest),
             "temperature": float(self.temperature),
             "on_nonfinite": self.on_nonfinite,
             "router_aux": self.router.mode,

@@ -76,13 +76,13 @@ def top_logprobs(
 def top_logprobs(
     model: Model, batches: Batch | Sequence[Batch], k: int, *, temperature: float = 1.0
 ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-    """Return the top-k next words at each token, the likeliest first: their "ids" and "logprobs", `[T, k]` each.
+    """Return the k likeliest next tokens at each position, likeliest first: their "ids" and "logprobs", `[T, k]` each.
 
     Several batches give a list. Labels have no effect; padding has the ids -1 and the log-probabilities 0.
     `temperature` divides the logits first. No rank ever has `[T, V]` logits. No gradients.
     """
     given = [batches] if isinstance(batches, Batch) else batches
-    want = Want("top_words", temperature=temperature, num_top=k)
+    want = Want("top_logprobs", temperature=temperature, num_top=k)
     own = score_without_grad(model, given, want, "top_logprobs")
     each = [_top_of(batch, model.mesh.gather_rows(x, ("cp", "tp"))) for batch, x in zip(given, own, strict=True)]
     return each[0] if isinstance(batches, Batch) else each
@@ -177,7 +177,7 @@ def score_without_grad(model: Model, batches: Sequence[Batch], want: Want, call:
             raise StateError(f"the head of this model computes {known}, not {score}; choose another head= of mw.load")
         check_temperature(want.temperature, model.blueprint.scores)
         settings = {"temperature": want.temperature}
-        if want.score == "top_words":
+        if want.score == "top_logprobs":
             check_num_top(want.num_top, model.blueprint.vocab)
             settings["k"] = want.num_top
         return Proposal(data_of(model, batches, want.score), settings=settings)
@@ -210,7 +210,7 @@ def _scores_shape(model: Model, num_tokens: int, want: Want) -> tuple[int, ...]:
     if want.score == "logits":
         return num_tokens // axes.cp, vocab_slice_size(model)
     shape = model.blueprint.module.shape
-    if want.score == "top_words":
+    if want.score == "top_logprobs":
         return num_tokens // (axes.cp * axes.tp), want.num_top, 2
     columns = {"hidden": shape.width, "values": shape.labels.num, "entropy": 2}.get(want.score, 1)
     return (num_tokens // (axes.cp * axes.tp), *((columns,) if columns > 1 else ()))

@@ -44,19 +44,20 @@ class Loss:
     `metrics`: names of figures. The function then returns `(terms, {name: values})`, with values in the shape of its
     terms, and `record.metrics` has their mean over the step, or their sum with `normalise=False`.
 
-    `words`: the name of a field of token ids `[T, K]`, such as the likeliest words of a teacher, with -1 for no word.
-    The function then gets `scores["word_logprobs"]` too: `[T, K]`, their log-probabilities, and 0 for no word.
-    `word_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at temperature 1; without it
-    all are at the temperature of the engine. `rest` adds `scores["rest_logprobs"]`, `[T]`: the log-probability of all
-    other words of the vocabulary, exact even where 1 minus the probability of the given words would lose all digits.
+    `candidates`: the name of a field of token ids `[T, K]`, such as the likeliest next tokens of a teacher, with -1 for
+    no candidate. The function then gets `scores["candidate_logprobs"]` too: `[T, K]`, their log-probabilities, and 0
+    for no candidate. `candidate_temperature` divides the logits for these, and leaves "logprobs" and "entropy" at
+    temperature 1; without it all are at the temperature of the engine. `rest` adds `scores["rest_logprobs"]`, `[T]`:
+    the log-probability of all other tokens of the vocabulary, exact even where 1 minus the probability of the
+    candidates would lose all digits.
     """
 
     function: LossFunction
     per: str = "token"
     normalise: bool = True
     metrics: tuple[str, ...] = ()
-    words: str = ""
-    word_temperature: float | None = None
+    candidates: str = ""
+    candidate_temperature: float | None = None
     rest: bool = False
 
     def __post_init__(self) -> None:
@@ -71,14 +72,14 @@ class Loss:
         names: object = self.metrics
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f'metrics={names!r} must be a tuple of names, such as ("kl", "clip_fraction")')
-        if not isinstance(self.words, str):
-            raise ConfigError(f"words={self.words!r} must be the name of a field of token ids [tokens, K]")
-        if self.word_temperature is not None and not self.words:
-            raise ConfigError(f"word_temperature={self.word_temperature!r} has no effect without words=")
+        if not isinstance(self.candidates, str):
+            raise ConfigError(f"candidates={self.candidates!r} must be the name of a field of token ids [tokens, K]")
+        if self.candidate_temperature is not None and not self.candidates:
+            raise ConfigError(f"candidate_temperature={self.candidate_temperature!r} has no effect without candidates=")
         if not isinstance(self.rest, bool):
             raise ConfigError(f"rest={self.rest!r} must be True or False")
-        if self.rest and not self.words:
-            raise ConfigError("rest=True has no effect without words=: it is about the words that these leave")
+        if self.rest and not self.candidates:
+            raise ConfigError("rest=True has no effect without candidates=: it is about all tokens but these")
 
     def _check_function(self) -> None:
         """Refuse a function that cannot be called as `per` says."""

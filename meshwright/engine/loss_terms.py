@@ -72,13 +72,15 @@ class Terms:
 
     def wanted(self, loss: Loss, temperature: float, mtp: bool = False) -> Want:
         """Return the request to the model for the scores of a loss."""
-        of_words = temperature if loss.word_temperature is None else float(loss.word_temperature)
-        return Want(self.want, mtp, temperature, words=loss.words, word_temperature=of_words, rest=loss.rest)
+        own = temperature if loss.candidate_temperature is None else float(loss.candidate_temperature)
+        return Want(
+            self.want, mtp, temperature, candidates=loss.candidates, candidate_temperature=own, rest=loss.rest
+        )  # fmt: skip
 
     def names(self, loss: Loss) -> tuple[str, ...]:
         """Return the names of the scores that a loss gets, in the order of the head."""
         own = ("logprobs", "entropy") if self.want == "entropy" else (self.want,)
-        return (*own, *["word_logprobs"] * bool(loss.words), *["rest_logprobs"] * loss.rest)
+        return (*own, *["candidate_logprobs"] * bool(loss.candidates), *["rest_logprobs"] * loss.rest)
 
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
         """Return a tensor that sums to this rank's part of the loss of a micro-batch, and its part of each metric

@@ -44,7 +44,7 @@ class MtpRecord:
     """The results of a step of the MTP head."""
 
     loss: float  # cross-entropy, before it is weighted
-    acceptance: float  # the share of targets that are the likeliest word: drafts that greedy decoding accepts
+    acceptance: float  # the share of targets that are the likeliest token: drafts that greedy decoding accepts
     grad_norm: float | None = None  # of the head alone, where its gradients are clipped alone
 
 

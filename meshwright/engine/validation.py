@@ -239,41 +239,47 @@ def check_temperature(temperature: object, scores: Container[str] = ("logprobs",
         )
 
 
-def check_words(loss: Loss, temperature: float, scores: Container[str]) -> None:
-    """Refuse a loss of words for a head without any, or with a temperature of its own next to the engine's."""
-    if not loss.words:
+def check_candidates(loss: Loss, temperature: float, scores: Container[str]) -> None:
+    """Refuse a loss of candidates for a head that predicts no tokens, or with a temperature of its own next to the
+    engine's."""
+    if not loss.candidates:
         return
     if "logprobs" not in scores:
-        raise ConfigError(f"the loss scores the words of {loss.words!r}, and the head of this model has none")
-    if loss.word_temperature is None:
+        raise ConfigError(
+            f"the loss scores the candidates of {loss.candidates!r}, and the head of this model predicts no tokens"
+        )
+    if loss.candidate_temperature is None:
         return
-    check_temperature(loss.word_temperature)
+    check_temperature(loss.candidate_temperature)
     if temperature != 1:
         raise ConfigError(
-            f"the engine has temperature={temperature} and the loss word_temperature={loss.word_temperature}, which "
-            "leaves log-probabilities of labels at 1; leave one of them out"
+            f"the engine has temperature={temperature} and the loss candidate_temperature="
+            f"{loss.candidate_temperature}, which leaves log-probabilities of labels at 1; leave one of them out"
         )
 
 
-def check_word_ids(batches: Sequence[Batch], words: str, vocab: int) -> None:
-    """Refuse words that are missing or outside of the vocabulary, and a token with a label and no word: its term would
-    be meaningless, without an error."""
-    for batch in batches if words else ():
-        if words not in batch.fields:
-            raise DataError(f"the batch has no field {words!r}, whose words the loss scores; add it by with_fields")
-        ids_TK = batch.fields[words]
+def check_candidate_ids(batches: Sequence[Batch], candidates: str, vocab: int) -> None:
+    """Refuse candidates that are missing or outside of the vocabulary, and a token with a label and no candidate: its
+    term would be meaningless, without an error."""
+    for batch in batches if candidates else ():
+        if candidates not in batch.fields:
+            raise DataError(
+                f"the batch has no field {candidates!r}, whose candidates the loss scores; add it by with_fields"
+            )
+        ids_TK = batch.fields[candidates]
         if ids_TK.dim() != 2 or ids_TK.dtype not in (torch.int64, torch.int32):
-            raise DataError(f"{words!r} is {ids_TK.dtype} {tuple(ids_TK.shape)}; give whole numbers [tokens, K]")
+            raise DataError(f"{candidates!r} is {ids_TK.dtype} {tuple(ids_TK.shape)}; give whole numbers [tokens, K]")
         bad_TK = (ids_TK < -1) | (ids_TK >= vocab)
         if bad_TK.any():
             token, at = bad_TK.nonzero()[0].tolist()
             raise DataError(
-                f"word {int(ids_TK[token, at])} of {words!r} at token {token} is outside the vocabulary of {vocab}; "
-                "-1 is no word"
+                f"candidate {int(ids_TK[token, at])} of {candidates!r} at token {token} is outside the vocabulary of "
+                f"{vocab}; -1 is no candidate"
             )
         none_T = (ids_TK < 0).all(-1) & batch.is_target_T.to(ids_TK.device)
         if none_T.any():
-            raise DataError(f"token {int(none_T.nonzero()[0])} has a label, and no word in {words!r}; give one or more")
+            token = int(none_T.nonzero()[0])
+            raise DataError(f"token {token} has a label, and no candidate in {candidates!r}; give one or more")
 
 
 def check_on_nonfinite(value: object) -> None:
@@ -283,9 +289,9 @@ def check_on_nonfinite(value: object) -> None:
 
 
 def check_num_top(k: object, vocab: int) -> None:
-    """Refuse a number of words that a vocabulary does not have."""
+    """Refuse a k that is not from 1 to the size of the vocabulary."""
     if type(k) is not int or not 0 < k <= vocab:
-        raise ConfigError(f"k={k!r:.80} must be a whole number from 1 to the {vocab} words of the vocabulary")
+        raise ConfigError(f"k={k!r:.80} must be a whole number from 1 to the {vocab} tokens of the vocabulary")
 
 
 def check_top_p(top_p: object) -> None:

@@ -52,8 +52,8 @@ def sync_images(batches: Sequence[Batch], mask: int, tower: Tower | None) -> lis
     return [synced(number, batch) for number, batch in enumerate(batches)]
 
 
-def check_images(batches: Sequence[Batch], tower: Tower | None, *, words: bool) -> None:
-    """Refuse placeholders without an image, and images at other tokens. `words`: labels are tokens, not classes.
+def check_images(batches: Sequence[Batch], tower: Tower | None, *, token_labels: bool) -> None:
+    """Refuse placeholders without an image, and images at other tokens. `token_labels`: labels are no classes.
 
     Both would train without an error: on the embedding of the placeholder, or on images that replace text.
     """
@@ -84,7 +84,7 @@ def check_images(batches: Sequence[Batch], tower: Tower | None, *, words: bool) 
                 "give mw.pack all images, and placeholders= if your token ids differ; sampled text must not contain "
                 "these tokens"
             )
-        if words and (is_image_T := tower.is_place(batch.labels)).any():
+        if token_labels and (is_image_T := tower.is_place(batch.labels)).any():
             at = int(is_image_T.nonzero()[0])
             raise DataError(
                 f"the label {int(batch.labels[at])} at position {at} stands for an image, which no model generates; "

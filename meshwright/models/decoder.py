@@ -36,15 +36,15 @@ class Want(NamedTuple):
     score: str
     mtp: bool = False  # the MTP head runs too: in training
     temperature: float = 1.0  # of "logprobs" and "entropy"; the MTP head, which drafts, stays at 1
-    num_top: int = 0  # of "top_words": how many
-    words: str = ""  # next to "logprobs": the field of a batch with words `[T, K]` that are scored too, if any
-    word_temperature: float = 1.0
-    rest: bool = False  # next to words: the log-probability of all others
-    ids_TK: Tensor | None = None  # these words, of a micro-batch
+    num_top: int = 0  # of "top_logprobs": how many
+    candidates: str = ""  # next to "logprobs": the field of a batch with token ids `[T, K]` to score too, if any
+    candidate_temperature: float = 1.0
+    rest: bool = False  # next to candidates: the log-probability of all other tokens of the vocabulary
+    ids_TK: Tensor | None = None  # the candidates of a micro-batch
 
     def of(self, fields: Mapping[str, Tensor]) -> Want:
         """Return the request for a micro-batch with these fields."""
-        return self._replace(ids_TK=fields[self.words]) if self.words else self
+        return self._replace(ids_TK=fields[self.candidates]) if self.candidates else self
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, bool]]
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores. `[T, V]` logits exist in full only if a caller asks for them."""
 
-    scores = ("logprobs", "entropy", "logits", "target_logits", "top_words")
+    scores = ("logprobs", "entropy", "logits", "target_logits", "top_logprobs")
 
     def __init__(self, shape: Shape, norm: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class LanguageHead(nn.Module):
         self.weight = None if shape.tied else own
         self.vocab = Span("vocab", shape.vocab)
         self.enter = Door(ENTER, shape.width)
-        self.meet = Door(MEET, 3, floats=True)  # wider where words are scored: no bill has them
+        self.meet = Door(MEET, 3, floats=True)  # wider where candidates are scored: no bill has them
         self.own = Door(OWN, 0)
         self.mtp: MtpHead | None = None
 
@@ -178,7 +178,7 @@ class LanguageHead(nn.Module):
         self, x_TD: Tensor, labels_T: Tensor, want: Want, tied_VD: Tensor | None, predict: Predict | None = None
     ) -> tuple[Tensor, ...]:
         """Return scores, and with `predict` those of the MTP head: log-probabilities, and whether each label is the
-        likeliest word."""
+        likeliest token."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
         h_TD = self.norm(x_TD)
@@ -192,9 +192,9 @@ class LanguageHead(nn.Module):
     def score(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
         """Return the scores that `want` names, from the output of the final norm."""
         if want.ids_TK is not None:
-            return self.score_words(x_TD, labels_T, want, weight_VD)
-        if want.score == "top_words":
-            return self.top_words(x_TD, want, weight_VD)
+            return self.score_candidates(x_TD, labels_T, want, weight_VD)
+        if want.score == "top_logprobs":
+            return self.top_logprobs(x_TD, want, weight_VD)
         if want.score in ("logprobs", "entropy"):
             entropy = want.score == "entropy"
             logprobs_T, entropy_T = ops.combine_stats(self.stats(x_TD, labels_T, weight_VD, entropy, want.temperature))
@@ -204,25 +204,28 @@ class LanguageHead(nn.Module):
             x_TD = x_TD[labels_T >= 0]
         return (ops.upcast(ops.linear(x_TD, weight_VD)),)
 
-    def score_words(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Return what `want` names, the log-probabilities of its words, 0 where it has none, `[T, K]`, and with
-        `want.rest` that of all other words, `[T]`."""
+    def score_candidates(self, x_TD: Tensor, labels_T: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Return what `want` names, the log-probabilities of its candidates, 0 where it has none, `[T, K]`, and with
+        `want.rest` that of all other tokens of the vocabulary, `[T]`."""
         assert want.ids_TK is not None, "the caller has looked"
         entropy, num_own, start = want.score == "entropy", len(x_TD), self.vocab.start
-        words = ops.Words(want.ids_TK - start, want.word_temperature, want.rest)
-        stats_TS = ops.word_stats(self.enter(x_TD), weight_VD, labels_T - start, words, entropy, want.temperature)
+        candidates = ops.Candidates(want.ids_TK - start, want.candidate_temperature, want.rest)
+        stats_TS = ops.candidate_stats(
+            self.enter(x_TD), weight_VD, labels_T - start, candidates, entropy, want.temperature
+        )
         stats_NTS = self.meet(stats_TS).view(-1, num_own, stats_TS.shape[1])
-        logprobs_T, entropy_T, of_words_TK, rest_TR = ops.combine_word_stats(stats_NTS, want.ids_TK.shape[1])
-        of_words_TK = of_words_TK.masked_fill(self.own(want.ids_TK) < 0, 0.0)
+        combined = ops.combine_candidate_stats(stats_NTS, want.ids_TK.shape[1])
+        logprobs_T, entropy_T, of_candidates_TK, rest_TR = combined
+        of_candidates_TK = of_candidates_TK.masked_fill(self.own(want.ids_TK) < 0, 0.0)
         own = (logprobs_T, entropy_T) if entropy else (logprobs_T,)
-        return (*own, of_words_TK, *rest_TR.unbind(-1))
+        return (*own, of_candidates_TK, *rest_TR.unbind(-1))
 
-    def top_words(self, x_TD: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
-        """Return the log-probabilities of the likeliest words, and the words as floating point numbers."""
+    def top_logprobs(self, x_TD: Tensor, want: Want, weight_VD: Tensor) -> tuple[Tensor, ...]:
+        """Return the log-probabilities of the likeliest next tokens, and their ids as floating point numbers."""
         num_own, k = len(x_TD), want.num_top
-        best_TS = ops.top_words(self.enter(x_TD), weight_VD, k, want.temperature)
+        best_TS = ops.top_k(self.enter(x_TD), weight_VD, k, want.temperature)
         best_TS[:, 1 + k :] += self.vocab.start
-        return ops.combine_top_words(self.meet(best_TS).view(-1, num_own, 1 + 2 * k))
+        return ops.combine_top_k(self.meet(best_TS).view(-1, num_own, 1 + 2 * k))
 
     def stats(
         self, x_TD: Tensor, labels_T: Tensor, weight_VD: Tensor, entropy: bool = False, temperature: float = 1.0
@@ -343,7 +346,7 @@ class Decoder(nn.Module):
 
     @property
     def vocabulary(self) -> str:
-        """Name the parameter whose rows score the words; empty without such a head."""
+        """Name the parameter whose rows score the vocabulary; empty without such a head."""
         if not isinstance(self.head, LanguageHead):
             return ""
         return "embed.weight" if self.tied else "head.weight"

@@ -121,7 +121,7 @@ def check_mtp(config: Json, field: str, *, head: str, tower: bool, mode: str) ->
     if not field:
         raise ConfigError(f"{asked}, but model_type={config.get('model_type')!r} has no MTP head; leave it out")
     if head != "lm":
-        raise ConfigError(f"{asked} predicts words, and head={head!r} has none; leave it out")
+        raise ConfigError(f"{asked} predicts tokens, and head={head!r} does not; leave it out")
     if tower:
         raise ConfigError(
             f"{asked} with tower=True: where an image follows, the next embedding is a feature of the image, which is "

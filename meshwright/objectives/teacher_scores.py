@@ -1,7 +1,7 @@
 """Files of teacher scores for distillation: computed once, then read in every epoch and run without the teacher.
 
 A directory holds `teacher.json`, which identifies the teacher, and safetensors files. A document has two tensors, named
-by the checksum of its tokens: `KEY.ids`, int32 `[tokens, K]`, the likeliest word first, and `KEY.logprobs`, float32 or
+by the checksum of its tokens: `KEY.ids`, int32 `[tokens, K]`, the likeliest token first, and `KEY.logprobs`, float32 or
 float16 `[tokens, K]`, at the temperature of `teacher.json`. Row t is what the teacher predicts at token t.
 docs/distillation.md has the format for other programs.
 """
@@ -173,8 +173,8 @@ class TeacherScoresWriter:
 class TeacherScores:
     """Reads the scores of a teacher from a directory, for the batches of a run.
 
-    `teacher`: the fingerprint of the weights that the scores must come from; by default any. An objective may use fewer
-    words than were stored.
+    `teacher`: the fingerprint of the weights that the scores must come from; by default any. An objective may use a
+    smaller K than was stored.
     """
 
     def __init__(self, directory: Path | str, objective: Distill, *, teacher: str = "") -> None:
@@ -200,7 +200,7 @@ class TeacherScores:
         return len(self._file_of)
 
     def document(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the words of each token of a document, and their log-probabilities. -> `[tokens, K]` each"""
+        """Return the likeliest next tokens in a document, and their log-probabilities. -> `[tokens, K]` each"""
         key, k = document_key(tokens), self.objective.top_k
         if key not in self._file_of:
             raise DataError(

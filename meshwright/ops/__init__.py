@@ -23,14 +23,14 @@ from .fp8_tensor import Blocks, Fp8, Quantised
 from .host_memory import to_device
 from .kernels import uncompiled
 from .loss import (
-    Words,
+    Candidates,
+    candidate_stats,
+    combine_candidate_stats,
     combine_stats,
-    combine_top_words,
-    combine_word_stats,
+    combine_top_k,
     is_likeliest,
     token_stats,
-    top_words,
-    word_stats,
+    top_k,
 )
 from .matmul import linear, linears
 from .meta_kernels import planned_for, to_host

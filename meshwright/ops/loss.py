@@ -1,11 +1,11 @@
 """Vocabulary cross-entropy without [T, V] logits: a chunked, vocab-parallel log-softmax with optional entropy.
 
-Logits of 32,768 tokens and 151,936 words are 20 GB in float32, and autograd would keep them. Here each holder of a
-slice of the vocabulary reduces its logits to three numbers per token (`token_stats`). The stats of all slices are then
-combined (`combine_stats`): on one device, or after an all-to-all of [T, 3] under tensor parallelism, where Megatron
-(arXiv 1909.08053) needs three all-reduces of [T].
+Logits of 32,768 tokens over a vocabulary of 151,936 are 20 GB in float32, and autograd would keep them. Here each
+holder of a slice of the vocabulary reduces its logits to three numbers per token (`token_stats`). The stats of all
+slices are then combined (`combine_stats`): on one device, or after an all-to-all of [T, 3] under tensor parallelism,
+where Megatron (arXiv 1909.08053) needs three all-reduces of [T].
 
-Shapes: T tokens, V words, D model width, N slices of the vocabulary.
+Shapes: T tokens, V vocabulary, K candidates, D model width, N slices of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CHUNK = part_size(__name__, "CHUNK", 1024, small=301)
 # Logits that exist at once elsewhere (1 GiB in bfloat16): a GPU is slow at matmuls and reductions of few tokens.
 _LOGITS = part_size(__name__, "_LOGITS", 1 << 29, small=1)
 # Rows of the weight, or of its gradient, that are cast at a time for a matmul.
-_CAST_WORDS_ON_CPU = part_size(__name__, "_CAST_WORDS_ON_CPU", 1 << 12, small=37)
-_CAST_WORDS = part_size(__name__, "_CAST_WORDS", 1 << 15, small=37)
+_CAST_ROWS_ON_CPU = part_size(__name__, "_CAST_ROWS_ON_CPU", 1 << 12, small=37)
+_CAST_ROWS = part_size(__name__, "_CAST_ROWS", 1 << 15, small=37)
 # Logits that are widened to float32 at a time: on a CPU few enough for its cache, elsewhere enough for few launches.
 _WIDENED_ON_CPU = part_size(__name__, "_WIDENED_ON_CPU", 1 << 19, small=701)
 _WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
@@ -49,9 +49,9 @@ class Kind(NamedTuple):
     temperature: float
 
 
-class Words(NamedTuple):
-    """Words whose logits are wanted for each token, as indices in a slice of the vocabulary. Any index outside of it,
-    such as -1, is not in the slice. `rest`: whether the logsumexp of all other words is wanted too."""
+class Candidates(NamedTuple):
+    """Vocabulary entries whose logits are wanted for each token, as indices in a slice of the vocabulary. Any index
+    outside of it, such as -1, is not in the slice. `rest`: whether the logsumexp of all other entries is wanted too."""
 
     ids_TK: Tensor
     temperature: float = 1.0
@@ -61,35 +61,37 @@ class Words(NamedTuple):
 def token_stats(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
-    """Reduce each token's logits over these V words to three numbers, in at least float32. -> stats_T3
+    """Reduce each token's logits over these V entries to three numbers, in at least float32. -> stats_T3
 
     Logits are divided by the temperature after they are widened, as samplers do: x divided in its own dtype would
     round, and trainer and rollout would disagree. The numbers are logsumexp; the label's logit (0 where the label is
-    not one of 0..V-1); and minus the entropy of the softmax over these words. With `entropy=False` the third is the
+    not one of 0..V-1); and minus the entropy of the softmax over these entries. With `entropy=False` the third is the
     largest logit instead, and its gradient is ignored.
     """
     kind = Kind(entropy, temperature)
     return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), kind, None)
 
 
-def word_stats(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, words: Words, entropy: bool = False, temperature: float = 1.0
+def candidate_stats(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, candidates: Candidates, entropy: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Reduce each token's logits over these V words to the numbers of `token_stats`, and K + 1 more. -> stats_TS
+    """Reduce each token's logits over these V entries to the numbers of `token_stats`, and K + 1 more. -> stats_TS
 
-    These are, over the temperature of the words, the logsumexp of all logits and the logit of each given word, 0 where
-    the word is not one of 0..V-1. Both temperatures share one product with the weight. With `words.rest` the last
-    number is the logsumexp of all words that are not given, or the least number of the dtype if all are.
+    These are, over the temperature of the candidates, the logsumexp of all logits and the logit of each candidate, 0
+    where it is not one of 0..V-1. Both temperatures share one product with the weight. With `candidates.rest` the last
+    number is the logsumexp of all entries that are no candidates, or the least number of the dtype if all are.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, _chunk(x_TD, weight_VD), Kind(entropy, temperature), words)
+    kind = Kind(entropy, temperature)
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, _chunk(x_TD, weight_VD), kind, candidates)
 
 
 @torch.no_grad()
-def top_words(x_TD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> Tensor:
+def top_k(x_TD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> Tensor:
     """Reduce each token's logits over the temperature to their logsumexp, the k largest, and the indices of these.
 
-    -> `[T, 1 + 2k]` in at least float32, which holds the indices of up to 16 million words exactly. With fewer than k
-    words, the rest is -inf and 0.
+    -> `[T, 1 + 2k]` in at least float32, which holds indices up to 16 million exactly. With fewer than k entries, the
+    rest is -inf and 0.
     """
     kind, few = Kind(False, temperature), min(k, len(weight_VD))
     parts = []
@@ -128,20 +130,20 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + neg_entropy_NT)).sum(0)
 
 
-def combine_word_stats(stats_NTS: Tensor, num_words: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine the stats of `word_stats`. -> (log-probability of the label, entropy, log-probabilities of the words `[T,
-    K]`, and that of all other words `[T, 1]`, or `[T, 0]` if `words.rest` did not ask for it).
+def combine_candidate_stats(stats_NTS: Tensor, num_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine the stats of `candidate_stats`. -> (log-probability of the label, entropy, log-probabilities of the
+    candidates `[T, K]`, and that of all other entries `[T, 1]`, or `[T, 0]` if `candidates.rest` did not ask for it).
 
-    `num_words`: K. Words that are in no slice get -logsumexp, and must be masked.
+    `num_candidates`: K. Candidates that are in no slice get -logsumexp, and must be masked.
     """
-    lse_NT1, logit_NTK, rest_NTR = stats_NTS[..., 3:].tensor_split([1, 1 + num_words], -1)
+    lse_NT1, logit_NTK, rest_NTR = stats_NTS[..., 3:].tensor_split([1, 1 + num_candidates], -1)
     lse_T1 = lse_NT1.logsumexp(0)
     return *combine_stats(stats_NTS[..., :3]), logit_NTK.sum(0) - lse_T1, rest_NTR.logsumexp(0) - lse_T1
 
 
-def combine_top_words(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine the results of `top_words` for N slices, with indices in the whole vocabulary. -> (log-probabilities of
-    the likeliest words, their indices), both `[T, k]`."""
+def combine_top_k(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the results of `top_k` for N slices, with indices in the whole vocabulary. -> (the k largest
+    log-probabilities, their indices), both `[T, k]`."""
     k = stats_NTS.shape[-1] // 2
     lse_NT1, best_NTk, index_NTk = stats_NTS.split([1, k, k], -1)
     best_Tk, at_Tk = best_NTk.transpose(0, 1).flatten(1).topk(k, -1)
@@ -149,7 +151,7 @@ def combine_top_words(stats_NTS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_likeliest(stats_NT3: Tensor) -> Tensor:
-    """Return for each token whether no word has a larger logit than its label, from stats without entropy."""
+    """Return for each token whether no entry has a larger logit than its label, from stats without entropy."""
     _, target_NT, largest_NT = stats_NT3.detach().unbind(-1)
     return target_NT.sum(0) == largest_NT.amax(0)
 
@@ -163,13 +165,14 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind, words: Words | None
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, kind: Kind,
+        candidates: Candidates | None,
     ) -> Tensor:  # fmt: skip
-        ids_TK = labels_T.new_empty(len(labels_T), 0) if words is None else words.ids_TK
-        columns = 3 if words is None else 4 + ids_TK.shape[1] + words.rest
+        ids_TK = labels_T.new_empty(len(labels_T), 0) if candidates is None else candidates.ids_TK
+        columns = 3 if candidates is None else 4 + ids_TK.shape[1] + candidates.rest
         stats_TS = x_TD.new_zeros(x_TD.shape[0], columns, dtype=at_least_float32(x_TD))
-        ctx.by_kernel = words is None and _has_kernel(x_TD, len(weight_VD))
-        ctx.last, last, ctx.keeps_probs = None, (len(x_TD) - 1) // chunk, not kind.entropy and words is None
+        ctx.by_kernel = candidates is None and _has_kernel(x_TD, len(weight_VD))
+        ctx.last, last, ctx.keeps_probs = None, (len(x_TD) - 1) // chunk, not kind.entropy and candidates is None
         split = (t.split(chunk) for t in (x_TD, labels_T, ids_TK, stats_TS))
         for i, (x, labels, ids, stats) in enumerate(zip(*split, strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
@@ -178,12 +181,12 @@ class _TokenStats(torch.autograd.Function):
                 stats.copy_(_stats_by_kernel(ctx.last, labels, kind))
                 continue
             stats[:, :3].copy_(_stats(ctx.last, labels, kind, into_probs=i == last and ctx.keeps_probs))
-            if words is not None:
-                same = words.temperature == kind.temperature
-                stats[:, 3:].copy_(_word_stats(ctx.last, words._replace(ids_TK=ids), stats[:, :1] if same else None))
+            if candidates is not None:
+                lse = stats[:, :1] if candidates.temperature == kind.temperature else None
+                stats[:, 3:].copy_(_candidate_stats(ctx.last, candidates._replace(ids_TK=ids), lse))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_TS, ids_TK)
-        ctx.chunk, ctx.kind, ctx.word_temperature = chunk, kind, 1.0 if words is None else words.temperature
-        ctx.rest = words is not None and words.rest
+        ctx.chunk, ctx.kind = chunk, kind
+        ctx.candidate_temperature, ctx.rest = (1.0, False) if candidates is None else candidates[1:]
         return stats_TS
 
     @staticmethod
@@ -192,7 +195,7 @@ class _TokenStats(torch.autograd.Function):
         x_TD, weight_VD, labels_T, stats_TS, ids_TK = ctx.saved_tensors
         # Gradients of logits are linear in those of the stats, so the derivative of the division by the temperature is
         # applied here.
-        d_stats_TS = _over_temperatures(d_stats_TS, ctx.kind.temperature, ctx.word_temperature)
+        d_stats_TS = _over_temperatures(d_stats_TS, ctx.kind.temperature, ctx.candidate_temperature)
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # Accumulate over chunks in at least float32: bfloat16 would lose the later chunks' small addends.
@@ -208,8 +211,8 @@ class _TokenStats(torch.autograd.Function):
             if ctx.by_kernel:
                 _overwrite_by_kernel(*of_rows, ctx.kind)
             elif stats_TS.shape[1] > 3:
-                words = Words(ids_TK[rows], ctx.word_temperature, ctx.rest)
-                _overwrite_with_word_gradient(*of_rows, words, ctx.kind)
+                candidates = Candidates(ids_TK[rows], ctx.candidate_temperature, ctx.rest)
+                _overwrite_with_candidate_gradient(*of_rows, candidates, ctx.kind)
             else:
                 _overwrite_with_gradient(*of_rows, ctx.kind, are_probs)
             if dx_TD is not None:
@@ -223,16 +226,16 @@ def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Compute logits in the dtype of the matmul; callers widen a few rows at a time."""
     x_wide = x_TD.to(matmul_dtype(x_TD))
     logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
-    for words in _words(weight_VD, x_TD):
-        torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
+    for part in _vocab_slices(weight_VD, x_TD):
+        torch.mm(x_wide, operand(weight_VD[part], x_TD).T, out=logits_TV[:, part])
     return logits_TV
 
 
 def _input_gradient(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
     """Return d @ weight, accumulated over slices of the vocabulary in at least float32."""
     dx_TD = d_TV.new_zeros(len(d_TV), x_TD.shape[1], dtype=at_least_float32(x_TD))
-    for words in _words(weight_VD, x_TD):
-        dx_TD += d_TV[:, words] @ operand(weight_VD[words], x_TD)
+    for part in _vocab_slices(weight_VD, x_TD):
+        dx_TD += d_TV[:, part] @ operand(weight_VD[part], x_TD)
     return dx_TD
 
 
@@ -245,8 +248,8 @@ def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> No
     if _accumulates_wide(d_TV, dw_VD):
         _add_product(dw_VD, d_TV, x_wide, add)
         return
-    words = _cast_words(x_TD)
-    for dw, d in zip(dw_VD.split(words), d_TV.split(words, dim=1), strict=True):
+    rows = _cast_rows(x_TD)
+    for dw, d in zip(dw_VD.split(rows), d_TV.split(rows, dim=1), strict=True):
         write = dw.add_ if add else dw.copy_
         write(d.T @ x_wide)
 
@@ -283,27 +286,27 @@ def _normal(like: Tensor, *shape: int) -> Tensor:
     return noise.to(like.device, like.dtype)
 
 
-def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
+def _vocab_slices(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
     """Slice the vocabulary for matmuls: one slice, or several where the weight is cast (a whole copy may be
     gigabytes).
     """
     num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == matmul_dtype(x_TD)
-    step = _cast_words(x_TD) if cast else max(1, num)
+    step = _cast_rows(x_TD) if cast else max(1, num)
     return [slice(at, at + step) for at in range(0, num, step)]
 
 
-def _cast_words(x_TD: Tensor) -> int:
-    return _CAST_WORDS_ON_CPU if kind_of(x_TD.device) == "cpu" else _CAST_WORDS
+def _cast_rows(x_TD: Tensor) -> int:
+    return _CAST_ROWS_ON_CPU if kind_of(x_TD.device) == "cpu" else _CAST_ROWS
 
 
-def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
-    """Return whether each label is one of these words, and its index or 0, both [T, 1]."""
-    return _local_words(labels_T[:, None], num_words)
+def _local_labels(labels_T: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return whether each label is in this slice of the vocabulary, and its index or 0, both [T, 1]."""
+    return _local_ids(labels_T[:, None], vocab_size)
 
 
-def _local_words(ids_TK: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
-    """Return whether each index is one of these words, and the index or 0, both [T, K]."""
-    is_local_TK = (ids_TK >= 0) & (ids_TK < num_words)
+def _local_ids(ids_TK: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return whether each index is in this slice of the vocabulary, and the index or 0, both [T, K]."""
+    is_local_TK = (ids_TK >= 0) & (ids_TK < vocab_size)
     return is_local_TK, ids_TK.where(is_local_TK, 0).long()
 
 
@@ -314,21 +317,21 @@ def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ..
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 
 
-def _has_kernel(x_TD: Tensor, num_words: int) -> bool:
+def _has_kernel(x_TD: Tensor, vocab_size: int) -> bool:
     """Return whether kernels/logits.py reads logits of x: on an accelerator where it agrees with the formula below."""
-    if kind_of(x_TD.device) == "cpu" or x_TD.dtype not in (*NARROW, torch.float32) or not num_words:
+    if kind_of(x_TD.device) == "cpu" or x_TD.dtype not in (*NARROW, torch.float32) or not vocab_size:
         return False
-    trial = partial(_compare_kernel, x_TD, num_words)
-    return x_TD.is_meta or agrees("logits", (x_TD.dtype, num_words), x_TD.device, trial, _OFF[x_TD.dtype])
+    trial = partial(_compare_kernel, x_TD, vocab_size)
+    return x_TD.is_meta or agrees("logits", (x_TD.dtype, vocab_size), x_TD.device, trial, _OFF[x_TD.dtype])
 
 
-def _compare_kernel(x_TD: Tensor, num_words: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return stats and gradients of a few rows of `num_words` logits, by the kernel and by the formula."""
+def _compare_kernel(x_TD: Tensor, vocab_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return stats and gradients of a few rows of `vocab_size` logits, by the kernel and by the formula."""
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     slope_T1 = torch.tensor([[9.0], [-9.0], [0.0], [1.0]], device=x_TD.device)  # the largest logit comes late, or early
-    slope_TV = slope_T1 * torch.linspace(-1, 1, num_words, device=x_TD.device)
-    logits_TV, d_T3 = 3 * _normal(x_TD, 4, num_words) + slope_TV.to(x_TD.dtype), _normal(x_TD, 4, 3).float()
-    labels_T = torch.tensor([0, num_words - 1, -100, num_words], device=x_TD.device)
+    slope_TV = slope_T1 * torch.linspace(-1, 1, vocab_size, device=x_TD.device)
+    logits_TV, d_T3 = 3 * _normal(x_TD, 4, vocab_size) + slope_TV.to(x_TD.dtype), _normal(x_TD, 4, 3).float()
+    labels_T = torch.tensor([0, vocab_size - 1, -100, vocab_size], device=x_TD.device)
     for kind in (Kind(entropy=True, temperature=1.0), Kind(entropy=False, temperature=0.7)):
         by_kernel, by_formula = logits_TV.clone(), logits_TV.clone()
         stats_T3 = _stats(by_formula, labels_T, kind, into_probs=False)
@@ -408,9 +411,8 @@ def _overwrite_with_gradient(
         rows_TV.copy_(few.mul_(d_stats[:, :1]) if are_probs else _logit_gradient(few, stats, d_stats, kind.entropy))
     is_local_T1, index_T1 = _local_labels(labels_T, block_TV.shape[1])
     d_target_T1 = _logit_gradient(stats_T3[:, 1:2].clone(), stats_T3, d_T3, kind.entropy) + d_T3[:, 1:2]
-    rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[
-        :, None
-    ]  # an index and not scatter_, which would copy the block
+    # An index and not scatter_, which would copy the block.
+    rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[:, None]
     block_TV[rows_T1, index_T1] = d_target_T1.to(block_TV.dtype).where(is_local_T1, block_TV[rows_T1, index_T1])
 
 
@@ -422,9 +424,11 @@ def _logit_gradient(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: boo
     return log_p.exp_().mul_(factor)
 
 
-def _over_temperatures(d_TS: Tensor, temperature: float, of_words: float) -> Tensor:
+def _over_temperatures(d_TS: Tensor, temperature: float, candidate_temperature: float) -> Tensor:
     """Divide the gradient of stats by the temperatures of the logits."""
-    return d_TS if temperature == of_words == 1 else torch.cat([d_TS[:, :3] / temperature, d_TS[:, 3:] / of_words], -1)
+    if temperature == candidate_temperature == 1:
+        return d_TS
+    return torch.cat([d_TS[:, :3] / temperature, d_TS[:, 3:] / candidate_temperature], -1)
 
 
 def _logsumexp(logits_TV: Tensor, kind: Kind) -> Tensor:
@@ -435,55 +439,58 @@ def _logsumexp(logits_TV: Tensor, kind: Kind) -> Tensor:
     return largest_T1 + sum_T1.log()
 
 
-def _word_stats(logits_TV: Tensor, words: Words, lse_T1: Tensor | None) -> Tensor:
-    """Return over the temperature: the logsumexp (given as `lse_T1` if known), the logits of the given words, and with
-    `words.rest` the logsumexp of all other words."""
-    is_local_TK, index_TK = _local_words(words.ids_TK, logits_TV.shape[1])
-    logit_TK = _tempered(logits_TV.gather(-1, index_TK), words.temperature).masked_fill(~is_local_TK, 0.0)
-    lse_T1 = _logsumexp(logits_TV, Kind(False, words.temperature)) if lse_T1 is None else lse_T1
-    if not words.rest:
+def _candidate_stats(logits_TV: Tensor, candidates: Candidates, lse_T1: Tensor | None) -> Tensor:
+    """Return over the temperature: the logsumexp (given as `lse_T1` if known), the logits of the candidates, and with
+    `candidates.rest` the logsumexp of all other entries."""
+    ids_TK, temperature, rest = candidates
+    is_local_TK, index_TK = _local_ids(ids_TK, logits_TV.shape[1])
+    logit_TK = _tempered(logits_TV.gather(-1, index_TK), temperature).masked_fill(~is_local_TK, 0.0)
+    lse_T1 = _logsumexp(logits_TV, Kind(False, temperature)) if lse_T1 is None else lse_T1
+    if not rest:
         return torch.cat([lse_T1, logit_TK], dim=-1)
-    others = (_without_words(rows_TV, ids, words.temperature) for rows_TV, ids in _row_blocks(logits_TV, words.ids_TK))
+    others = (_without_candidates(rows_TV, ids, temperature) for rows_TV, ids in _row_blocks(logits_TV, ids_TK))
     rest_T1 = torch.cat([rows_TV.logsumexp(-1, keepdim=True) for rows_TV in others])
-    # A finite number even where no other word is left: backward subtracts it from -inf.
+    # A finite number even where no other entry is left: backward subtracts it from -inf.
     return torch.cat([lse_T1, logit_TK, rest_T1.clamp(min=torch.finfo(rest_T1.dtype).min)], dim=-1)
 
 
-def _without_words(rows_TV: Tensor, ids_TK: Tensor, temperature: float) -> Tensor:
-    """Return a copy of logits over the temperature, with -inf at the given words.
+def _without_candidates(rows_TV: Tensor, ids_TK: Tensor, temperature: float) -> Tensor:
+    """Return a copy of logits over the temperature, with -inf at the candidates.
 
-    1 - sum of p(word) has no digits left in float32 where the given words have almost all probability. So they are
+    1 - sum of p(candidate) has no digits left in float32 where the candidates have almost all probability. So they are
     removed before the sum.
     """
-    is_local_TK, index_TK = _local_words(ids_TK, rows_TV.shape[1])
+    is_local_TK, index_TK = _local_ids(ids_TK, rows_TV.shape[1])
     few = _tempered(rows_TV, temperature)
-    nothing_TK = few.new_zeros(index_TK.shape)  # added to the logit at index 0, for words of another slice
+    nothing_TK = few.new_zeros(index_TK.shape)  # added to the logit at index 0, for candidates of another slice
     return few.scatter_add(-1, index_TK, nothing_TK.masked_fill(is_local_TK, -torch.inf))
 
 
-def _overwrite_with_word_gradient(
-    block_TV: Tensor, stats_TS: Tensor, d_TS: Tensor, labels_T: Tensor, words: Words, kind: Kind
+def _overwrite_with_candidate_gradient(
+    block_TV: Tensor, stats_TS: Tensor, d_TS: Tensor, labels_T: Tensor, candidates: Candidates, kind: Kind
 ) -> None:
-    """Overwrite logits with their gradient: a softmax for each temperature, one over all other words, and terms at the
-    label and at the given words.
+    """Overwrite logits with their gradient: a softmax for each temperature, one over all other entries, and terms at
+    the label and at the candidates.
 
-    All terms are summed before they are rounded to the dtype of the block. A word may be the label, or occur twice.
+    All terms are summed before they are rounded to the dtype of the block. A candidate may be the label, or occur
+    twice.
     """
-    num = words.ids_TK.shape[1]
-    for rows_TV, stats, d_stats, labels, ids in _row_blocks(block_TV, stats_TS, d_TS, labels_T[:, None], words.ids_TK):
-        d_own, d_lse_T1, d_words = d_stats[:, :3].clone(), d_stats[:, 3:4], d_stats[:, 4 : 4 + num]
-        of_words = of_rest = None
-        if words.rest:
-            of_rest = (_without_words(rows_TV, ids, words.temperature) - stats[:, -1:]).exp_().mul_(d_stats[:, -1:])
-        if words.temperature == kind.temperature:
+    ids_TK, temperature, rest = candidates
+    num = ids_TK.shape[1]
+    for rows_TV, stats, d_stats, labels, ids in _row_blocks(block_TV, stats_TS, d_TS, labels_T[:, None], ids_TK):
+        d_own, d_lse_T1, d_candidates = d_stats[:, :3].clone(), d_stats[:, 3:4], d_stats[:, 4 : 4 + num]
+        of_candidates = of_rest = None
+        if rest:
+            of_rest = (_without_candidates(rows_TV, ids, temperature) - stats[:, -1:]).exp_().mul_(d_stats[:, -1:])
+        if temperature == kind.temperature:
             d_own[:, :1] += d_lse_T1
         else:
-            of_words = (_tempered(rows_TV, words.temperature) - stats[:, 3:4]).exp_().mul_(d_lse_T1)
+            of_candidates = (_tempered(rows_TV, temperature) - stats[:, 3:4]).exp_().mul_(d_lse_T1)
         few = _logit_gradient(_tempered(rows_TV, kind.temperature), stats[:, :3], d_own, kind.entropy)
-        for more in (of_words, of_rest):
+        for more in (of_candidates, of_rest):
             if more is not None:
                 few += more
-        for given_TK, d_TK in ((labels, d_own[:, 1:2]), (ids, d_words)):
-            is_local_TK, index_TK = _local_words(given_TK, rows_TV.shape[1])
+        for given_TK, d_TK in ((labels, d_own[:, 1:2]), (ids, d_candidates)):
+            is_local_TK, index_TK = _local_ids(given_TK, rows_TV.shape[1])
             few.scatter_add_(-1, index_TK, d_TK.masked_fill(~is_local_TK, 0.0))
         rows_TV.copy_(few)

@@ -24,7 +24,7 @@ CHARTS: dict[str, tuple[str, str]] = {
     "train/accuracy": ("Accuracy", "share of pairs or documents; dots: held-out data"),
     "train/margins": ("Reward margin", "chosen minus rejected; dots: held-out data"),
     "train/kl": ("KL divergence", "of student and teacher, a mean over tokens; dots: held-out data"),
-    "train/agreement": ("Agreement", "share of tokens whose likeliest word is the teacher's"),
+    "train/agreement": ("Agreement", "share of positions whose likeliest token is the teacher's"),
     "cosines": ("Cosines", "of a query with its positive; dashed: with the nearest other document"),
     "train/log_odds": ("Log odds ratio", "chosen against rejected; dots: held-out data"),
     "rewards": ("Rewards", "of chosen answers; dashed: of rejected ones"),

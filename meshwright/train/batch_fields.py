@@ -1,4 +1,4 @@
-"""Fields that an objective needs in every batch: the words of a teacher, the answers of a reranker."""
+"""Fields that an objective needs in every batch: the likeliest tokens of a teacher, the answers of a reranker."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def _check_teacher(config: Config) -> Mistakes:
     if section is not None and not section.teacher and not section.scores:
         yield (
             ("distill", "teacher"),
-            "neither teacher nor scores says where the teacher's words come from; set one of them, or both",
+            "neither teacher nor scores says where the teacher's tokens come from; set one of them, or both",
         )
 
 

@@ -310,16 +310,14 @@ class RerankPrompt:
 
 
 def answer_ids(reader: RowReader) -> tuple[int, int]:
-    """Return the ids of both answers of a reranker. Refuse words of several tokens."""
+    """Return the ids of both answers of a reranker. Refuse answers of several tokens."""
     assert isinstance(reader.objective, Rerank), "the caller has looked"
     tokenizer, ids = tokenizer_of(reader.directory), list[int]()
-    for word in reader.objective.answers:
-        tokens_of_word = encoded(tokenizer, word)
-        if len(tokens_of_word) != 1:
-            raise ConfigError(
-                f"rerank.answers: {word!r} is {len(tokens_of_word)} tokens of this model; give one-token words"
-            )
-        ids += tokens_of_word
+    for answer in reader.objective.answers:
+        tokens = encoded(tokenizer, answer)
+        if len(tokens) != 1:
+            raise ConfigError(f"rerank.answers: {answer!r} is {len(tokens)} tokens of this model; give answers of one")
+        ids += tokens
     return ids[0], ids[1]
 
 
@@ -376,8 +374,8 @@ def check_tokenizers(other: Path, own: Path, what: str) -> None:
     """Refuse another model with another tokenizer. `what`: the field that names the model."""
     vocabularies = [tokenizer_of(each, "take a model that has one").get_vocab() for each in (other, own)]
     if vocabularies[0] != vocabularies[1]:
-        differ = {word for word, number in vocabularies[0].items() if vocabularies[1].get(word) != number}
-        example = f" ({len(differ)} words differ, such as {min(differ)!r})" if differ else ""
+        differ = {token for token, number in vocabularies[0].items() if vocabularies[1].get(token) != number}
+        example = f" ({len(differ)} tokens differ, such as {min(differ)!r})" if differ else ""
         raise ConfigError(f"{what}: {other} has another tokenizer than {own}{example}; take a model with the same")
 
 

@@ -38,7 +38,7 @@ def lacking(folder: Path, sets: Sequence[TrainingData]) -> list[TrainingData]:
 
 
 def check_stored(folder: Path, objective: Distill, teacher: str = "") -> None:
-    """Refuse scores of another teacher, at another temperature, or of fewer words. A folder without scores passes."""
+    """Refuse scores of another teacher, at another temperature, or with a smaller K. A folder without scores passes."""
     if (folder / ABOUT).is_file():
         TeacherScores(folder, objective, teacher=teacher)
 
@@ -80,7 +80,7 @@ class TeacherFiles:
 
     def _score(self, sets: Sequence[TrainingData]) -> None:
         about = read_json(self._folder / ABOUT) if (self._folder / ABOUT).is_file() else {}
-        stored = replace(self._objective, top_k=about.get("top_k", self._objective.top_k))  # it may have more words
+        stored = replace(self._objective, top_k=about.get("top_k", self._objective.top_k))  # it may be larger
         dtype, teacher = str(about.get("dtype", "float32")), teacher_of(self._config, self._teacher, self._mesh)
         with TeacherScoresWriter(self._folder, stored, teacher, teacher=self.key, dtype=dtype) as writer:
             for data in sets:

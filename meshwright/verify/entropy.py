@@ -80,10 +80,10 @@ def _loss_from_logits(trial: Trial, model: Model) -> float:
     """Return the mean loss over all data ranks, from log-probabilities of the whole vocabulary."""
     terms = weights = 0.0
     for batch in (each for rank in range(trial.axes.num_data_ranks) for each in trial.data(rank, 0)):
-        words_TV = logits(model, batch).double().log_softmax(-1)
-        entropy_T = -(words_TV.exp() * words_TV).sum(-1)
+        logprobs_TV = logits(model, batch).double().log_softmax(-1)
+        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
         labels_T = batch.labels.where(batch.labels != IGNORE, 0)
-        term_T = -words_TV.gather(1, labels_T[:, None])[:, 0] - _SHARE * entropy_T
+        term_T = -logprobs_TV.gather(1, labels_T[:, None])[:, 0] - _SHARE * entropy_T
         weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
         terms, weights = terms + float((term_T * weight_T).sum()), weights + float(weight_T.sum())
     return terms / weights

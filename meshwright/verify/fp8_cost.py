@@ -26,7 +26,7 @@ class StepValues:
     """The results of one forward and backward."""
 
     loss: float
-    words: Sequence[Tensor]  # log-probabilities of the whole vocabulary, by batch; empty with a value head
+    logprobs: Sequence[Tensor]  # of the whole vocabulary, by batch; empty with a value head
     grads: dict[str, Tensor]
 
 
@@ -45,9 +45,9 @@ def measure_fp8_cost(wide: Trial, low: Trial) -> tuple[Notes, list[str]]:
         f"cosine of gradients {_cosine([*before.grads.values()], [*after.grads.values()]):.5f}; the least is "
         f"{cosines[worst]:.5f}, of {worst}",
     ]
-    if before.words:
+    if before.logprobs:
         lines.insert(1, f"{_divergence(before, after, batches):.2e} nats of KL divergence per token")
-    return notes, [f"{each}, on random words" for each in lines]
+    return notes, [f"{each}, on random tokens" for each in lines]
 
 
 def p1_cost(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Finding]:
@@ -64,17 +64,17 @@ def p1_cost(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Fin
 
 
 def _step_values(engine: Engine, batches: Sequence[Batch]) -> StepValues:
-    words = (
+    logprobs = (
         [] if "values" in engine.model.blueprint.scores else [logits(engine.model, b).log_softmax(-1) for b in batches]
     )
     loss = engine.backward(batches)
-    return StepValues(loss, words, gather(engine.model, "grad"))
+    return StepValues(loss, logprobs, gather(engine.model, "grad"))
 
 
 def _divergence(before: StepValues, after: StepValues, batches: Sequence[Batch]) -> float:
     """Return the mean KL divergence of the predictions in FP8 from those in bfloat16, over tokens with a label."""
     of_batches = []
-    for p, q, batch in zip(before.words, after.words, batches, strict=True):
+    for p, q, batch in zip(before.logprobs, after.logprobs, batches, strict=True):
         of_batches.append((p.exp() * (p - q)).sum(-1)[batch.labels != IGNORE])
     return float(torch.cat(of_batches).mean())
 

@@ -110,7 +110,7 @@ def mtp_of_one(
         return
     allowed = trial.tolerance.loss
     compared = [("loss", record.loss, alone[0])]
-    if trial.dtype == torch.float64:  # rounding may change the likeliest word, and make ties
+    if trial.dtype == torch.float64:  # rounding may change the likeliest token, and make ties
         compared.append(("acceptance", record.acceptance, alone[1]))
     for name, actual, expected in compared:
         error = abs(actual - expected)

@@ -148,7 +148,7 @@ def _mtp(run: Run) -> Findings:
         yield Finding("S1", "loss of the MTP head", what, run.blame or "its labels are moved within a rank's tokens")
     run.record_once("S1", "loss of the MTP head", 1, error, limit)
     off = abs(record.acceptance - expected.acceptance)
-    if run.trial.dtype == torch.float64 and not off <= limit:  # rounding may change the likeliest word
+    if run.trial.dtype == torch.float64 and not off <= limit:  # rounding may change the likeliest token
         what = f"{record.acceptance!r}, one process has {expected.acceptance!r}"
         yield Finding("S1", "acceptance of the MTP head", what, run.blame)
 

@@ -301,11 +301,11 @@ def mtp_alone(trial: Trial, model: Model) -> tuple[float, float] | None:
     states, want = list[Tensor](), Want(model.blueprint.scores[0], mtp=True)
     hook = mtp.register_forward_hook(lambda _module, _given, state_TD: states.append(state_TD))
     terms = weight = hits = num = 0.0
-    words_VD = model.parameter(model.blueprint.module.vocabulary).detach()
+    vocab_VD = model.parameter(model.blueprint.module.vocabulary).detach()
     for batch in (batch for rank in range(trial.axes.num_data_ranks) for batch in trial.data(rank, 0)):
         for document in split_documents(batch):
             parallel.run_forward(model, [document], want, lambda _, scores: scores[0])
-            logprobs_TV = (states.pop().to(words_VD.dtype) @ words_VD.T).double().log_softmax(-1)
+            logprobs_TV = (states.pop().to(vocab_VD.dtype) @ vocab_VD.T).double().log_softmax(-1)
             weights = document.fields.get("weight", torch.ones(len(document))).tolist()
             for at, label in enumerate(document.labels.tolist()[1:]):
                 if label != IGNORE:

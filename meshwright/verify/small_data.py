@@ -39,9 +39,9 @@ class Vision:
     numbers: int
 
 
-# Patterns of documents, used in turn: a number of words, or an image's size in time, height and width. Some images
-# touch, some are first or last, two have different shapes but equally many placeholders, and a video has words between
-# its slices.
+# Patterns of documents, used in turn: a number of text tokens, or an image's size in time, height and width. Some
+# images touch, some are first or last, two have different shapes but equally many placeholders, and a video has text
+# between its slices.
 _PATTERNS: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
@@ -100,8 +100,8 @@ class Data:
             sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
             if special:
                 sizes = _LONG_SIZES if step == LONG_STEP else _FEW_SIZES[(data_rank + number) % len(_FEW_SIZES)]
-            words = [torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes]
-            out.append([self._with_places(each, at, data_rank, number, step) for at, each in enumerate(words)])
+            texts = [torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes]
+            out.append([self._with_places(each, at, data_rank, number, step) for at, each in enumerate(texts)])
         return out
 
     def images(self, data_rank: int, step: int = 0) -> list[list[DocumentImages]]:
@@ -141,22 +141,22 @@ class Data:
             return torch.randint(256, shape, generator=g, dtype=torch.uint8)
         return torch.randn(shape, generator=g)
 
-    def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
-        """Put the placeholders of images among the words, and replace words that look like one."""
+    def _with_places(self, text: list[int], at: int, *where: int) -> list[int]:
+        """Put the placeholders of images into a text, and replace tokens of it that look like one."""
         if self.vision is None:
-            return words
+            return text
         ids, tokens = (self.vision.image, self.vision.video), list[int]()
         spare = next(token for token in range(self.vocab) if token not in ids)
-        words = [spare if word in ids else word for word in words]
-        for part in self._parts(len(words), at, *where):
+        text = [spare if token in ids else token for token in text]
+        for part in self._parts(len(text), at, *where):
             if isinstance(part, int):
-                tokens += words[len(tokens) : len(tokens) + part]
+                tokens += text[len(tokens) : len(tokens) + part]
                 continue
             time, height, width = part
             for number in range(time):
-                tokens += words[len(tokens) : len(tokens) + (number > 0)]
+                tokens += text[len(tokens) : len(tokens) + (number > 0)]
                 tokens += [ids[time > 1]] * (height * width // 4)  # the merger joins 2 x 2 patches into a token
-        return tokens + words[len(tokens) :]
+        return tokens + text[len(tokens) :]
 
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
         """Compute the labels of each micro-batch independently of `pack`: the next token of the same document."""

@@ -44,7 +44,7 @@ def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: in
     small = {**config, "text_config": text}
     if config.get("vision_config"):
         small |= {"vision_config": _shrink_tower(config["vision_config"], text["hidden_size"], num_taps)}
-        # placeholders must be words of the small vocabulary
+        # placeholders must be token ids of the small vocabulary
         small |= {f"{name}_token_id": text["vocab_size"] - 5 - at for at, name in enumerate(("image", "video"))}
     return small
 

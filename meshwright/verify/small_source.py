@@ -40,7 +40,7 @@ def write_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int)
 def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, list[Documents]]:
     """Return the data of M1, by its name in findings.
 
-    The long document also has the first and the last word of the vocabulary. The first micro-batch and the long
+    The long document also has the first and the last token of the vocabulary. The first micro-batch and the long
     document have images, the step of few tokens has none.
     """
     data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)

@@ -69,7 +69,7 @@ class StepOutputs:
     `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts. `odd_shapes`:
     both shapes of the parameters whose shape differs from that in the files.
 
-    Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
+    Shapes, for T tokens, vocabulary V, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
     """
 
     logits: Tensor

@@ -162,11 +162,11 @@ def token_stats(x, weight, labels):
     return torch.stack([logits.exp().sum(-1).log(), torch.stack(target), minus_entropy], dim=-1)
 
 
-def word_stats(x, weight, labels, ids, temperature, word_temperature):
-    """The numbers of `token_stats`, the logsumexp at the temperature of the words, the logit of each word, and the
-    logsumexp of all other words."""
-    logits = x @ weight.T / word_temperature
-    of_words = [
+def candidate_stats(x, weight, labels, ids, temperature, candidate_temperature):
+    """The numbers of `token_stats`, the logsumexp at the temperature of the candidates, the logit of each candidate,
+    and the logsumexp of all other entries."""
+    logits = x @ weight.T / candidate_temperature
+    of_candidates = [
         torch.stack([row[i] if 0 <= i < len(weight) else row[0] * 0 for i in own])
         for row, own in zip(logits, ids, strict=True)
     ]
@@ -175,8 +175,8 @@ def word_stats(x, weight, labels, ids, temperature, word_temperature):
         torch.stack([row[i] for i in range(len(weight)) if i not in own]).exp().sum().log()
         for row, own in zip(logits, ids.tolist(), strict=True)
     ]
-    columns = [token_stats(x, weight / temperature, labels), lse, torch.stack(of_words), torch.stack(rest)[:, None]]
-    return torch.cat(columns, dim=-1)
+    own, rest_T1 = token_stats(x, weight / temperature, labels), torch.stack(rest)[:, None]
+    return torch.cat([own, lse, torch.stack(of_candidates), rest_T1], dim=-1)
 
 
 # What 8 bits (E4M3) can be: a sign, four bits of exponent and three of fraction; no infinities, and zero twice.

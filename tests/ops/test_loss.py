@@ -4,22 +4,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.ops import (
-    Words,
+    Candidates,
+    candidate_stats,
+    combine_candidate_stats,
     combine_stats,
-    combine_top_words,
-    combine_word_stats,
+    combine_top_k,
     loss,
     matmul,
     meta_kernels,
     token_stats,
-    top_words,
-    word_stats,
+    top_k,
 )
 from tests.ops import references
 from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
-LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of 7 words, some outside
-# Words of each token: one twice, the label of most, none of the slice.
+LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of a vocabulary of 7, some outside
+# Candidates of each token: one twice, the label of most, none of the slice.
 IDS = torch.stack([torch.arange(11) % 7, LABELS, torch.arange(11) % 7, torch.tensor(-1).expand(11)], 1)
 
 
@@ -39,9 +39,9 @@ def test_against_reference(num_tokens, chunk):
     assert num_tokens or not weight.grad.any()
 
 
-@pytest.mark.parametrize(("words", "tokens"), [(151936, 3533), (151936 // 8, 28268), (1 << 21, 1024)])
-def test_a_gpu_holds_half_a_billion_logits_at_once(words, tokens):
-    x, weight = (torch.empty(rows, 4, device="meta") for rows in (9, words))
+@pytest.mark.parametrize(("vocab_size", "tokens"), [(151936, 3533), (151936 // 8, 28268), (1 << 21, 1024)])
+def test_a_gpu_holds_half_a_billion_logits_at_once(vocab_size, tokens):
+    x, weight = (torch.empty(rows, 4, device="meta") for rows in (9, vocab_size))
     assert loss._chunk(x, weight) == 1024
     with meta_kernels.planned_for("cuda"):
         assert loss._chunk(x, weight) == tokens
@@ -78,33 +78,35 @@ def test_logits_over_a_temperature(entropy, temperature):
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize(("temperature", "of_words"), [(1.0, 1.0), (1.0, 2.0), (0.7, 0.7), (2.0, 0.5)])
-def test_given_words(monkeypatch, entropy, temperature, of_words):
+@pytest.mark.parametrize(("temperature", "own"), [(1.0, 1.0), (1.0, 2.0), (0.7, 0.7), (2.0, 0.5)])
+def test_candidates(monkeypatch, entropy, temperature, own):
     """In chunks of 4 tokens, with 2 rows widened at a time."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)
     columns = [n for n in range(9) if entropy or n != 2]
     compare(
-        lambda x, w: word_stats(x, w, LABELS, Words(IDS, of_words, rest=True), entropy, temperature)[:, columns],
-        lambda x, w: references.word_stats(x, w, LABELS, IDS, temperature, of_words)[:, columns],
+        lambda x, w: candidate_stats(x, w, LABELS, Candidates(IDS, own, rest=True), entropy, temperature)[:, columns],
+        lambda x, w: references.candidate_stats(x, w, LABELS, IDS, temperature, own)[:, columns],
         [rand(11, 4), rand(7, 4, seed=1)],
     )
-    without = word_stats(rand(11, 4), rand(7, 4, seed=1), LABELS, Words(IDS, of_words), False, temperature)
+    without = candidate_stats(rand(11, 4), rand(7, 4, seed=1), LABELS, Candidates(IDS, own), False, temperature)
     assert torch.allclose(without[:, 2], (rand(11, 4) @ rand(7, 4, seed=1).T / temperature).amax(1), rtol=1e-12)
     assert without.shape[1] == 8
 
 
 @pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
-def test_given_words_of_slices(monkeypatch, cuts):
-    """A slice may have no word that is not given."""
+def test_candidates_of_slices(monkeypatch, cuts):
+    """A slice may have no entry that is no candidate."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     starts, labels = [sum(cuts[:i]) for i in range(len(cuts))], LABELS % 7
 
     def ours(x, weight):
         parts = zip(weight.split(cuts), starts, strict=True)
-        stats = [word_stats(x, part, labels - start, Words(IDS - start, 2.0, rest=True)) for part, start in parts]
-        logprobs, _, of_words, rest = combine_word_stats(torch.stack(stats), 4)
-        return torch.cat([logprobs[:, None], of_words.masked_fill((IDS < 0) | (IDS > 6), 0.0), rest], 1)
+        stats = [
+            candidate_stats(x, part, labels - start, Candidates(IDS - start, 2.0, rest=True)) for part, start in parts
+        ]
+        logprobs, _, of_candidates, rest = combine_candidate_stats(torch.stack(stats), 4)
+        return torch.cat([logprobs[:, None], of_candidates.masked_fill((IDS < 0) | (IDS > 6), 0.0), rest], 1)
 
     def reference(x, weight):
         all_logs = (x @ weight.T / 2.0).log_softmax(-1)
@@ -118,8 +120,8 @@ def test_given_words_of_slices(monkeypatch, cuts):
 
 @pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
 @pytest.mark.parametrize("distance", [21.0, 60.0])
-def test_all_other_words_of_a_sure_model(distance, cuts):
-    """The given words have all but 1e-9, or 1e-26, in float32. Value and gradient are those of float64."""
+def test_the_rest_of_a_sure_model(distance, cuts):
+    """The candidates have all but 1e-9, or 1e-26, in float32. Value and gradient are those of float64."""
     ids, starts = torch.tensor([[0, 3]]).repeat(9, 1), [sum(cuts[:i]) for i in range(len(cuts))]
     weight = torch.cat([rand(7, 4, seed=1, grad=False), -distance / 2 * torch.ones(7, 1)], 1)
     weight[[0, 3], 4] *= -1
@@ -128,44 +130,46 @@ def test_all_other_words_of_a_sure_model(distance, cuts):
     def differentiated(dtype):
         inputs = [each.to(dtype).requires_grad_() for each in (x, weight)]
         parts = zip(inputs[1].split(cuts), starts, strict=True)
-        stats = [word_stats(inputs[0], part, ids[:, 0] - at, Words(ids - at, rest=True)) for part, at in parts]
-        rest = combine_word_stats(torch.stack(stats), 2)[3]
+        stats = [
+            candidate_stats(inputs[0], part, ids[:, 0] - at, Candidates(ids - at, rest=True)) for part, at in parts
+        ]
+        rest = combine_candidate_stats(torch.stack(stats), 2)[3]
         return [rest, *torch.autograd.grad(rest.sum(), inputs)]
 
     for got, right in zip(differentiated(torch.float32), differentiated(torch.float64), strict=True):
         assert (got.double() - right).norm() <= 3e-6 * right.norm()
 
 
-def test_no_other_word_is_finite():
-    """Value and gradients, where all seven words are given."""
+def test_no_rest_is_finite():
+    """Value and gradients, where all seven entries are candidates."""
     inputs = [rand(3, 4), rand(7, 4, seed=1)]
-    stats = word_stats(*inputs, torch.tensor([0, 1, 2]), Words(torch.arange(7).repeat(3, 1), rest=True))
-    rest = combine_word_stats(stats[None], 7)[3]
+    stats = candidate_stats(*inputs, torch.tensor([0, 1, 2]), Candidates(torch.arange(7).repeat(3, 1), rest=True))
+    rest = combine_candidate_stats(stats[None], 7)[3]
     assert (rest < -1e300).all()
     assert all(each.isfinite().all() for each in (rest, *torch.autograd.grad(rest.sum(), inputs)))
 
 
 @pytest.mark.parametrize("cuts", [[7], [3, 4], [1, 5, 1]])
-def test_likeliest_words_of_slices(monkeypatch, cuts):
-    """A slice may have fewer words than are asked for."""
+def test_top_k_of_slices(monkeypatch, cuts):
+    """A slice may have fewer entries than are asked for."""
     monkeypatch.setattr(loss, "CHUNK", 4)
     x, weight = rand(11, 4, grad=False), rand(7, 4, seed=1, grad=False)
-    stats = torch.stack([top_words(x, part, 4, 0.7) for part in weight.split(cuts)])
+    stats = torch.stack([top_k(x, part, 4, 0.7) for part in weight.split(cuts)])
     for number, start in enumerate(sum(cuts[:i]) for i in range(len(cuts))):
         stats[number, :, 5:] += start
-    logprobs, ids = combine_top_words(stats)
+    logprobs, ids = combine_top_k(stats)
     best = (x @ weight.T / 0.7).log_softmax(-1).topk(4, -1)
     assert torch.equal(ids.long(), best.indices)
     assert torch.allclose(logprobs, best.values, rtol=1e-12)
 
 
-@pytest.mark.parametrize("of_words", [1.0, 2.0])
-def test_gradients_of_given_words_are_rounded_once(monkeypatch, of_words):
+@pytest.mark.parametrize("own", [1.0, 2.0])
+def test_gradients_of_candidates_are_rounded_once(monkeypatch, own):
     monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)
 
     def ours(x, w):
-        stats = word_stats(x, w, LABELS % 7, Words(IDS % 7, of_words, rest=True))
-        logprobs, _, given, rest = combine_word_stats(stats[None], 4)
+        stats = candidate_stats(x, w, LABELS % 7, Candidates(IDS % 7, own, rest=True))
+        logprobs, _, given, rest = combine_candidate_stats(stats[None], 4)
         return logprobs.double() + given.double().square().sum(-1) + rest[:, 0]
 
     inputs = [rand(11, 4, grad=False).bfloat16().requires_grad_(), rand(7, 4, seed=1, grad=False).requires_grad_()]
@@ -241,16 +245,16 @@ def test_large_logits_are_finite():
         (torch.bfloat16, torch.float64, 2e-2),
     ],
 )
-def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, of_weight, tolerance):
-    """A large vocabulary widens few rows at once, and casts few words."""
+def test_parts_of_rows_and_vocabulary_change_nothing(monkeypatch, entropy, dtype, of_weight, tolerance):
+    """A large vocabulary widens few rows at once, and casts few of its own."""
     inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1, dtype=of_weight)], 5
     whole = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
     for on in ("", "_ON_CPU"):
         monkeypatch.setattr(loss, f"_WIDENED{on}", 14)  # two rows
-        monkeypatch.setattr(loss, f"_CAST_WORDS{on}", 3)
+        monkeypatch.setattr(loss, f"_CAST_ROWS{on}", 3)
     parts = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
     assert_same(parts, whole, tolerance)
-    assert of_weight == dtype or len(loss._words(inputs[1], inputs[0])) == 3, "the weight is cast in parts"
+    assert of_weight == dtype or len(loss._vocab_slices(inputs[1], inputs[0])) == 3, "the weight is cast in parts"
 
 
 def test_float32_is_summed_in_float32_over_chunks():

@@ -72,7 +72,7 @@ def slow_rows(texts, hash_):
 @quick
 @given(ragged, st.sampled_from([2, 3, 4]), st.integers(0, 5))
 def test_rows_against_reference(lengths, size, seed):
-    """With four words nearly every text has ends inside of it, at its ends, and several in a row."""
+    """With a vocabulary of four nearly every text has ends inside of it, at its ends, and several in a row."""
     hash_ = NgramHash(4, size, 2, 50, 36, seed, END)
     tokens = torch.randint(4, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
     result = ngram_rows(tokens, documents(lengths, "cpu").positions_T, hash_)

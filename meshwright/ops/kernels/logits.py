@@ -90,11 +90,11 @@ def token_stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, temperature:
 
     -> stats_T3, float32
     """
-    num_tokens, num_words = logits_TV.shape
+    num_tokens, vocab_size = logits_TV.shape
     stats_T3 = logits_TV.new_empty(num_tokens, 3, dtype=torch.float32)
     if num_tokens:
         launch(
-            _token_stats, (num_tokens,), logits_TV, labels_T.contiguous(), stats_T3, num_words, logits_TV.stride(0),
+            _token_stats, (num_tokens,), logits_TV, labels_T.contiguous(), stats_T3, vocab_size, logits_TV.stride(0),
             temperature, temperature != 1, entropy, _BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return stats_T3
@@ -104,11 +104,11 @@ def overwrite_with_gradient(
     logits_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool, temperature: float = 1.0
 ) -> None:  # fmt: skip
     """Overwrite logits with their gradient, from their stats and the gradient of the stats over the temperature."""
-    num_tokens, num_words = logits_TV.shape
+    num_tokens, vocab_size = logits_TV.shape
     if num_tokens:
         launch(
-            _logit_gradients, (num_tokens, triton.cdiv(num_words, _BLOCK)), logits_TV, labels_T.contiguous(),
-            stats_T3.contiguous(), d_T3.contiguous(), num_words, logits_TV.stride(0), temperature, temperature != 1,
+            _logit_gradients, (num_tokens, triton.cdiv(vocab_size, _BLOCK)), logits_TV, labels_T.contiguous(),
+            stats_T3.contiguous(), d_T3.contiguous(), vocab_size, logits_TV.stride(0), temperature, temperature != 1,
             entropy, _BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
 
