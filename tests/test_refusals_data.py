@@ -1,0 +1,273 @@
+"""Batches, rows and files of data that are refused; near ones pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from jinja2.exceptions import SecurityError
+from safetensors.torch import save_file
+
+import meshwright as mw
+from meshwright.data import json_values
+from meshwright.data.chat import Chat, ChatOptions
+from meshwright.data.feed import source_of
+from meshwright.data.images import Frame, Images
+from meshwright.data.labelled import Labelled, WholeText
+from meshwright.data.message_parts import Attachments
+from meshwright.data.messages import message_of, tools_of
+from meshwright.data.packing_plan import DataSource, Plan
+from meshwright.data.preferences import ChatPairs, TextPairs
+from meshwright.data.processor import Placeholders, Processor
+from meshwright.data.retrieval import Retrieval
+from meshwright.data.template_sandbox import MOST_CHARACTERS, Sandbox
+from meshwright.data.texts import Texts
+from meshwright.data.token_cache import Documents
+from meshwright.data.vision_files import View
+from meshwright.errors import BrokenFile, ConfigError, DataError
+from meshwright.objectives.distillation import Distill
+from meshwright.objectives.rerank import Rerank
+from meshwright.objectives.teacher_scores import ABOUT, FORMAT, TeacherScores, document_key
+from meshwright.train.data_sources import RowReader, answer_ids, check_tokenizers
+from meshwright.train.reference_scores import ReferenceScores
+from tests.refusals import Refusal
+from tests.templates import GOOD, tokenizer
+
+DOCS, IMAGE, VIDEO = [[5, 6, 7], [8, 9]], 70, 71
+GRID = (1, 2, 2)  # one placeholder
+
+
+def packed(**fields: Any) -> mw.Batch:
+    return mw.pack(fields.pop("documents", DOCS), **fields)
+
+
+def pack_with(name: str) -> Callable[[Any], mw.Batch]:
+    return lambda value: packed(**{name: value})
+
+
+def batch_with(name: str) -> Callable[[Any], mw.Batch]:
+    """Make a batch of two documents by hand, or with one wrong field."""
+    made = dict(tokens=torch.arange(5), labels=torch.arange(5), bounds=(0, 3, 5))
+    return lambda value: mw.Batch(**{**made, name: value})
+
+
+def experts(*sizes: int, dtype: torch.dtype = torch.int64, value: int = 0) -> list[torch.Tensor]:
+    return [torch.full((size, 2, 1), value, dtype=dtype) for size in sizes]
+
+
+pixels = lambda num=4, width=6, **how: torch.zeros(num, width, **how)  # noqa: E731 - short
+output = lambda **fields: dict(  # noqa: E731 - short
+    input_ids=[5, IMAGE, 6], mm_token_type_ids=[0, 1, 0], pixel_values=pixels(), image_grid_thw=[GRID]
+) | fields
+shown = lambda *images: mw.pack([[IMAGE], [IMAGE]], images=[*images], placeholders=[IMAGE])  # noqa: E731 - short
+PACKED: dict[str, Refusal] = {
+    "numbers": Refusal(batch_with("numbers"), [0, 1.5], DataError, r"whole numbers, not \[0, 1.5\]",
+        ([4, 2], torch.tensor([4, 2]), ())),
+    "number of numbers": Refusal(batch_with("numbers"), [0], DataError, "numbers has 1 entries for 2 documents"),
+    "number of groups": Refusal(batch_with("groups"), [0, 0, 1], DataError, "groups has 3 entries for 2 documents",
+        ([0, 0],)),
+    "experts as a list": Refusal(batch_with("experts"), [0], DataError, "experts of the batch is list for 5 tokens",
+        (None, torch.zeros(5, 2, 1))),
+    "experts of a batch": Refusal(batch_with("experts"), torch.zeros(4, 2, 1), DataError, r"\(4, 2, 1\) for 5 tokens"),
+    "dims of experts": Refusal(batch_with("experts"), torch.zeros(5, 2), DataError, r"\(5, 2\) for 5 tokens"),
+    "frame of two documents": Refusal(lambda start: mw.Batch(torch.arange(5), torch.arange(5), (0, 3, 5),
+        images=Images(pixels(8), (Frame(2, 4, start),))), 2, DataError, "frame 0 of the batch is not inside one document",
+        (1, 3)),
+    "rows of patches": Refusal(lambda num: Images(pixels(num), (Frame(2, 2, 0),)), 5, DataError,
+        "a row for each patch", (4,)),
+    "dims of patches": Refusal(lambda shape: Images(torch.zeros(shape), (Frame(2, 2, 0),)), (4, 2, 3), DataError,
+        "a row for each patch", ((4, 6),)),
+    "order of frames": Refusal(lambda start: Images(pixels(8), (Frame(2, 2, 1), Frame(2, 2, start))), 1, DataError,
+        "in the order of their places", (2,)),
+    "images twice": Refusal(lambda images: mw.pack([output()], images=images), [[]], DataError,
+        "leave images= out", (None,)),
+    "unequal images": Refusal(lambda image: shown([(pixels(), GRID)], [image]), (pixels(width=7), GRID), DataError,
+        r"the images of a batch differ & \[..., 6\] & \[..., 7\]", ((pixels(), GRID),)),
+    "dtypes of images": Refusal(lambda image: shown([(pixels(), GRID)], [image]),
+        (pixels(dtype=torch.uint8), GRID), DataError, "float32 & uint8"),
+    "gradients of pixels": Refusal(lambda image: shown([image], [image]), (pixels(requires_grad=True), GRID), DataError,
+        "the pixels of image 0 of document 0 require grad", ((pixels(), GRID),)),
+    "fields of a processor": Refusal(lambda fields: mw.pack([output(**fields)]), dict(audio_values=[1]), DataError,
+        "document 0 is a dict with audio_values & pixel_values", (dict(attention_mask=[1, 1, 1]),)),
+    "no input_ids": Refusal(lambda fields: mw.pack([fields]), dict(pixel_values=pixels()), DataError,
+        "document 0 is a dict with pixel_values"),
+    "two rows": Refusal(lambda ids: mw.pack([output(input_ids=ids)]), [[5, IMAGE, 6]] * 2, DataError,
+        r"document 0 has the shape \(2, 3\); give each document alone", ([[5, IMAGE, 6]],)),
+    "images without places": Refusal(lambda kinds: mw.pack([output(mm_token_type_ids=kinds)]), [0, 0, 0], DataError,
+        "document 0 has 1 image without placeholders", ([0, 1, 0],)),
+    "places without images": Refusal(lambda kinds: mw.pack([output(mm_token_type_ids=kinds)]), [0, 1, 1], DataError,
+        "placeholders at token 2 without pixels", ([0, 1, 0],)),
+    "a number as documents": Refusal(pack_with("documents"), [5, 6], DataError, r"documents must be a list & pack\(\[\[5",
+        ([[5, 6]],)),
+    "no experts": Refusal(pack_with("experts"), [["a"] * 3, [1, 2]], DataError, "experts must be whole numbers for each"),
+    "number of experts": Refusal(pack_with("experts"), experts(3, 3), DataError, r"experts has the shapes & \[3, 2\]",
+        (experts(3, 2), experts(3, 2, dtype=torch.int32))),
+    "unequal experts": Refusal(pack_with("experts"), [torch.zeros(3, 2, 1).long(), torch.zeros(2, 2, 2).long()],
+        DataError, "experts has the shapes"),
+    "fractions as experts": Refusal(pack_with("experts"), experts(3, 2, dtype=torch.float32), DataError,
+        "experts must be whole numbers"),
+    "flat experts": Refusal(pack_with("experts"), [torch.zeros(3, 2).long(), torch.zeros(2, 2).long()], DataError,
+        "experts must be whole numbers"),
+    "expert -2": Refusal(pack_with("experts"), experts(3, 2, value=-2), DataError, "from -1, not -2 to -2",
+        (experts(3, 2, value=-1),)),
+    "expert 2 ** 31": Refusal(pack_with("experts"), experts(3, 2, value=2**31), DataError, "not 2147483648 to",
+        (experts(3, 2, value=2**31 - 1),)),
+    "a group": Refusal(pack_with("groups"), 0, DataError, "groups=0 must be a whole number for each document"),
+    "fractions as groups": Refusal(pack_with("groups"), [0, 0.5], DataError, r"groups=\[0, 0.5\]",
+        ([0, 0], torch.tensor([0, 1]))),
+    "three groups": Refusal(pack_with("groups"), [0, 0, 1], DataError, "groups has 3 numbers for 2 documents"),
+    "length=7.5": Refusal(pack_with("length"), 7.5, DataError, "length=7.5 must be a whole number", (5, 6, None)),
+    "length=True": Refusal(pack_with("length"), True, DataError, "length=True must be a whole number"),
+    "length=4": Refusal(pack_with("length"), 4, DataError, "length=4 has no room for 2 documents of 5 tokens", (5,)),
+    "no documents": Refusal(pack_with("documents"), [], DataError, r"pack\(\[\[0\]\]", ([[0]],)),
+    "rows as tokens": Refusal(pack_with("documents"), [torch.zeros(3, 2).long()], DataError,
+        r"documents must be a list of numbers for each document, got lists of \[2\]", ([torch.zeros(3).long()],)),
+    "too few values": Refusal(lambda weights: packed(fields=dict(weight=weights)), [[1.0, 1], [1.0, 1]], DataError,
+        "document 0 differs in length: 2 values for 3 tokens", ([[1.0, 1, 1], [1.0, 1]],)),
+    "too few lists": Refusal(lambda weights: packed(fields=dict(weight=weights)), [[1.0, 1, 1]], DataError,
+        "1 list for 2 documents"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_batches_are_refused(case: str) -> None:
+    PACKED[case].check()
+
+
+# Plans
+
+
+def plan(lengths: list[list[int]], number: int = 0, **fields: Any) -> Any:
+    made = [DataSource(f"d{n}", np.array(each)) for n, each in enumerate(lengths)]
+    return Plan([replace(each, **fields) for each in made], length=8, epochs=1).stream(number)
+
+
+shares = lambda *values: Plan(  # noqa: E731 - short
+    [DataSource(f"d{n}", np.array([4, 4]), share=share) for n, share in enumerate(values)], length=8, streams=2
+)
+PLANS: dict[str, Refusal] = {
+    "a source of short documents": Refusal(lambda lengths: plan([[4, 4], lengths]), [1, 1], DataError,
+        "d1 has no document of two or more tokens; leave it out", ([1, 2],)),
+    "short documents alone": Refusal(lambda lengths: plan([lengths]), [1], DataError, "check the paths", ([2],)),
+    "stream -1": Refusal(lambda number: plan([[4, 4]], number), -1, DataError, "there is no stream -1", (0, 99)),
+    "a share of some": Refusal(lambda values: shares(*values), (0.5, None), DataError,
+        "d1 has no share, others have; give all one or none", ((0.5, 0.5), (None, None))),
+    "a share of the last": Refusal(lambda values: shares(*values), (None, 0.5), DataError, "d0 has no share"),
+    "weight 0": Refusal(lambda weight: plan([[4]], weight=weight), 0, DataError, "d0 is not above 0", (0.5,)),
+    "share 0": Refusal(lambda share: shares(share, 1.0), 0.0, DataError, "d0 is not above 0", (0.1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_sources_of_a_plan_are_refused(case: str) -> None:
+    PLANS[case].check()
+
+
+def test_rows_that_make_several_documents_are_not_cut() -> None:
+    def cut(num_parts: list[int], too_long: Any = "cut") -> DataSource:
+        lengths = np.array([4, 4])
+        made = SimpleNamespace(lengths=lengths, num_parts=np.array(num_parts), name="d", content="", num_views=0 * lengths)
+        return source_of(cast(Documents, made), 8, too_long=too_long)
+
+    with pytest.raises(DataError, match='rows of d make several documents each; take too_long = "stop" or "drop"'):
+        cut([1, 2])
+    assert cut([1, 1]).cut
+    assert not cut([1, 2], "drop").cut
+
+
+# Rows
+
+U, A, B = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "assistant", "content": "B"}
+MARKED = (
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+chat = lambda template, **options: Chat(tokenizer(), ChatOptions(template=template, **options))  # noqa: E731 - short
+joined = lambda row: chat(MARKED, turns="joined").documents(row)  # noqa: E731 - short
+message = lambda raw: message_of(raw, 3, Attachments({}))  # noqa: E731 - short
+pairs = lambda row: ChatPairs(chat(GOOD["hybrid"]), lambda each: each).documents(row)  # noqa: E731 - short
+texts = lambda row: TextPairs(tokenizer(), lambda each: each).documents(row)  # noqa: E731 - short
+whole = WholeText(tokenizer())
+label = lambda row: Labelled(whole.document, whole.unused, ("bad", "good")).documents(row)  # noqa: E731 - short
+clip = lambda fps: message(  # noqa: E731 - short
+    dict(role="user", content=[dict(type="video", video=["a.png", "b.png"], fps=fps)])
+)
+call = dict(name="look", arguments={})
+ROWS: dict[str, Refusal] = {
+    "joined turns": Refusal(joined, dict(messages=[U, {**A, "train": False}, U, B]), DataError,
+        'turns="joined" trains every turn & train=false', (dict(messages=[U, A, U, B]),)),
+    "no message": Refusal(message, "U", DataError, r"message 3 is a string; give \{'role'", (U,)),
+    "rate 'fast'": Refusal(clip, "fast", DataError, "message 3 shows a video with fps='fast'", (0.5, 2)),
+    "rate -1": Refusal(clip, -1, DataError, "fps=-1; it must be a number above 0"),
+    "rate inf": Refusal(clip, float("inf"), DataError, "fps=inf"),
+    "calls": Refusal(message, {**A, "tool_calls": 7}, DataError, "calls of tools in message 3 are a number, not a list",
+        ({**A, "tool_calls": [call]}, {**A, "tool_calls": call}, {**A, "tool_calls": json.dumps([call])})),
+    "tools": Refusal(tools_of, dict(name="look"), DataError, "tools are an object, not a list",
+        ([dict(name="look")], None, "")),
+    "tool": Refusal(tools_of, [dict(name="look"), 7], DataError, "tool 1 is a number, not an object",
+        ([json.dumps(dict(name="look"))],)),
+    "a number as text": Refusal(Texts(tokenizer()).documents, dict(text=7), DataError,
+        "its field 'text' is a int|an int & fields text", (dict(text="x"), dict(text=""))),
+    "a text to classify": Refusal(label, dict(text="", label=0), DataError, "field 'text' is no text & Name yours",
+        (dict(text="x", label=0),)),
+    "label 2": Refusal(label, dict(text="x", label=2), DataError, "its label is 2; give a number from 0 to 1 & 'good'",
+        (dict(text="x", label=1), dict(text="x", label="bad"))),
+    "label -1": Refusal(label, dict(text="x", label=-1), DataError, "its label is -1"),
+    "label True": Refusal(label, dict(text="x", label=True), DataError, "its label is True"),
+    "label 'fair'": Refusal(label, dict(text="x", label="fair"), DataError, "its label is 'fair'"),
+    "meaning": Refusal(Retrieval().texts, dict(query="q", positive="p", instruction="i"), DataError,
+        "the row has 'instruction' & inside of the texts", (dict(query="q", positive="p", instruction=""),)),
+    "two queries": Refusal(Retrieval().texts, dict(query=["q", "r"], positive="p"), DataError,
+        "fields query, positive; it needs query and positive", (dict(query=["q"], positive=["p", "o"]),)),
+    "no positive": Refusal(Retrieval().texts, dict(query="q", positive=[]), DataError, "it needs query and positive"),
+    "positive and negative": Refusal(Retrieval().texts, dict(query="q", positive="p", negative=["n", "p"]), DataError,
+        "the text 'p' is a positive and a negative", (dict(query="q", positive="p", negative=["n"]),)),
+    "a number as a query": Refusal(Retrieval().texts, dict(query=7, positive="p"), DataError,
+        "its field 'query' is a number"),
+    "an empty positive": Refusal(Retrieval().texts, dict(query="q", positive=["p", ""]), DataError,
+        "its field 'positive' is a list"),
+    "equal answers": Refusal(texts, dict(prompt="p", chosen="a", rejected="a"), DataError, "are the same",
+        (dict(prompt="p", chosen="a", rejected="b"), dict(prompt=None, chosen="a", rejected="b"))),
+    "messages as text": Refusal(texts, dict(prompt="p", chosen=[A], rejected="a"), DataError,
+        "its field 'chosen' is a list, not text & kind"),
+    "equal chats": Refusal(pairs, dict(prompt="U", chosen="A", rejected="A"), DataError, "are the same",
+        (dict(prompt="U", chosen="A", rejected="B"),)),
+    "two documents": Refusal(pairs, dict(prompt=[U, {**A, "reasoning_content": "x"}, U], chosen=[A], rejected=[B]),
+        DataError, "makes 2 documents with trained tokens|nothing of it is trained on",
+        (dict(prompt=[U], chosen=[A], rejected=[B]),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_are_refused(case: str) -> None:
+    ROWS[case].check()
+
+
+def test_an_empty_answer_is_refused() -> None:
+    """Only a tokenizer without an end token makes one."""
+    endless = SimpleNamespace(eos_token_id=None, encode=lambda text, **_: [*text.encode()])
+    documents = TextPairs(endless, lambda each: each).documents
+    with pytest.raises(DataError, match="one of its answers is empty"):
+        documents(dict(prompt="p", chosen="a", rejected=""))
+    documents(dict(prompt="p", chosen="a", rejected="b"))
+
+
+def test_prompts_of_a_pair_must_be_equal() -> None:
+    """A template that shows its flags makes unequal prompts, if a row sets them for one answer."""
+    told = [SimpleNamespace(ids=ids, spans=[(2, 3)], num_targets=1) for ids in ([1, 2, 3], [1, 9, 4], [1, 2, 4])]
+    for second, is_refused in ((1, True), (2, False)):
+        answers = iter([told[0], told[second]])
+        stub = SimpleNamespace(documents=lambda _, answers=answers: [next(answers)], options=ChatOptions())
+        documents = ChatPairs(cast(Chat, stub), lambda each: each).documents
+        row = dict(prompt="U", chosen="A", rejected="B")
+        if is_refused:
+            with pytest.raises(DataError, match="renders another prompt for the chosen answer"):
+                documents(row)
