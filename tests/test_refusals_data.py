@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from meshwright.data.retrieval import Retrieval
 from meshwright.data.template_sandbox import MOST_CHARACTERS, Sandbox
 from meshwright.data.texts import Texts
 from meshwright.data.token_cache import Documents
+from meshwright.data.tokens import tokens
 from meshwright.data.vision_files import View
 from meshwright.errors import BrokenFile, ConfigError, DataError
 from meshwright.objectives.distillation import Distill
@@ -40,6 +40,7 @@ from meshwright.train.data_sources import RowReader, answer_ids, check_tokenizer
 from meshwright.train.reference_scores import ReferenceScores
 from tests.refusals import Refusal
 from tests.templates import GOOD, tokenizer
+from tests.words import words
 
 DOCS, IMAGE, VIDEO = [[5, 6, 7], [8, 9]], 70, 71
 GRID = (1, 2, 2)  # one placeholder
@@ -71,7 +72,7 @@ shown = lambda *images: mw.pack([[IMAGE], [IMAGE]], images=[*images], placeholde
 PACKED: dict[str, Refusal] = {
     "numbers": Refusal(batch_with("numbers"), [0, 1.5], DataError, r"whole numbers, not \[0, 1.5\]",
         ([4, 2], torch.tensor([4, 2]), ())),
-    "number of numbers": Refusal(batch_with("numbers"), [0], DataError, "numbers has 1 entries for 2 documents"),
+    "number of numbers": Refusal(batch_with("numbers"), [0], DataError, "numbers has 1 entry for 2 documents"),
     "number of groups": Refusal(batch_with("groups"), [0, 0, 1], DataError, "groups has 3 entries for 2 documents",
         ([0, 0],)),
     "experts as a list": Refusal(batch_with("experts"), [0], DataError, "experts of the batch is list for 5 tokens",
@@ -161,7 +162,7 @@ PLANS: dict[str, Refusal] = {
     "a share of some": Refusal(lambda values: shares(*values), (0.5, None), DataError,
         "d1 has no share, others have; give all one or none", ((0.5, 0.5), (None, None))),
     "a share of the last": Refusal(lambda values: shares(*values), (None, 0.5), DataError, "d0 has no share"),
-    "weight 0": Refusal(lambda weight: plan([[4]], weight=weight), 0, DataError, "d0 is not above 0", (0.5,)),
+    "weight 0": Refusal(lambda weight: plan([[4, 4]], weight=weight), 0, DataError, "d0 is not above 0", (0.5,)),
     "share 0": Refusal(lambda share: shares(share, 1.0), 0.0, DataError, "d0 is not above 0", (0.1,)),
 }  # fmt: skip
 
@@ -215,7 +216,7 @@ ROWS: dict[str, Refusal] = {
     "tool": Refusal(tools_of, [dict(name="look"), 7], DataError, "tool 1 is a number, not an object",
         ([json.dumps(dict(name="look"))],)),
     "a number as text": Refusal(Texts(tokenizer()).documents, dict(text=7), DataError,
-        "its field 'text' is a int|an int & fields text", (dict(text="x"), dict(text=""))),
+        "its field 'text' is a number, not text & the fields text", (dict(text="x"), dict(text=""))),
     "a text to classify": Refusal(label, dict(text="", label=0), DataError, "field 'text' is no text & Name yours",
         (dict(text="x", label=0),)),
     "label 2": Refusal(label, dict(text="x", label=2), DataError, "its label is 2; give a number from 0 to 1 & 'good'",
@@ -240,9 +241,10 @@ ROWS: dict[str, Refusal] = {
         "its field 'chosen' is a list, not text & kind"),
     "equal chats": Refusal(pairs, dict(prompt="U", chosen="A", rejected="A"), DataError, "are the same",
         (dict(prompt="U", chosen="A", rejected="B"),)),
-    "two documents": Refusal(pairs, dict(prompt=[U, {**A, "reasoning_content": "x"}, U], chosen=[A], rejected=[B]),
-        DataError, "makes 2 documents with trained tokens|nothing of it is trained on",
-        (dict(prompt=[U], chosen=[A], rejected=[B]),)),
+    "two documents": Refusal(pairs, dict(prompt=[U], chosen=[{**A, "reasoning_content": "x"}, U, A], rejected=[B]),
+        DataError, "chosen makes 2 documents with trained tokens", (dict(prompt=[U], chosen=[A], rejected=[B]),)),
+    "nothing trained": Refusal(pairs, dict(prompt=[U], chosen=[A], rejected=[{**B, "train": False}]), DataError,
+        "rejected makes 0 documents"),
 }  # fmt: skip
 
 
@@ -262,12 +264,133 @@ def test_an_empty_answer_is_refused() -> None:
 
 def test_prompts_of_a_pair_must_be_equal() -> None:
     """A template that shows its flags makes unequal prompts, if a row sets them for one answer."""
-    told = [SimpleNamespace(ids=ids, spans=[(2, 3)], num_targets=1) for ids in ([1, 2, 3], [1, 9, 4], [1, 2, 4])]
+    made = [tokens(ids, [(2, 3)]) for ids in ([1, 2, 3], [1, 9, 4], [1, 2, 4])]
     for second, is_refused in ((1, True), (2, False)):
-        answers = iter([told[0], told[second]])
+        answers = iter([made[0], made[second]])
         stub = SimpleNamespace(documents=lambda _, answers=answers: [next(answers)], options=ChatOptions())
         documents = ChatPairs(cast(Chat, stub), lambda each: each).documents
         row = dict(prompt="U", chosen="A", rejected="B")
         if is_refused:
             with pytest.raises(DataError, match="renders another prompt for the chosen answer"):
                 documents(row)
+        else:
+            documents(row)
+
+
+def test_a_tokenizer_without_a_template_has_no_chats() -> None:
+    for template in ("", GOOD["plain"]):
+        if template:
+            chat(template)
+            continue
+        with pytest.raises(DataError, match=words("the tokenizer has no chat template", "kind = .text")):
+            chat(template)
+
+
+def test_joined_turns_show_no_images() -> None:
+    view = View(("a",), GRID, 1, "")
+    processor = SimpleNamespace(image=lambda _: view, placeholders=SimpleNamespace(ids=()), root=Path())
+    made = Chat(tokenizer(), ChatOptions(template=MARKED, turns="joined"), processor=cast(Processor, processor))
+    row = dict(messages=[dict(role="user", content=[dict(type="image", image="a.png")]), A])
+    with pytest.raises(DataError, match='turns="joined" does not support images'):
+        made.documents(row)
+    made.documents(dict(messages=[U, A]))
+
+
+IMAGES = Processor(Path(), Placeholders("<I>", "<V>", (IMAGE, VIDEO)), 8)
+STILL, MOVING = View(("a",), GRID, 1, ""), View(("b",), GRID, 1, "", (0,), 2.0)
+FILES: dict[str, Refusal] = {
+    "places for images": Refusal(lambda text: IMAGES.with_places(text, [STILL]), "a<I>b<I>", DataError,
+        "writes 2 placeholders for 1 image & contains <I> or <V>", ("a<I>b",)),
+    "no place": Refusal(lambda text: IMAGES.with_places(text, [STILL]), "ab", DataError, "writes 0 placeholders"),
+    "order of places": Refusal(lambda text: IMAGES.with_places(text, [STILL, MOVING]), "<V><I>", DataError,
+        "writes 2 placeholders for 2 images", ("<I><V>",)),
+    "format": Refusal(lambda text: Sandbox().from_string("{{ '" + text + "' % 1 }}").render(), "%1000000d",
+        SecurityError, "a width of 7 digits", ("%999999d",)),
+    "an argument as a width": Refusal(lambda text: Sandbox().from_string("{{ text % (1, 1) }}").render(text=text),
+        "%*d", SecurityError, "one that is an argument", ("%d%d",)),
+    "product": Refusal(lambda num: Sandbox().from_string("{% set x = [0] * num %}").render(num=num),
+        MOST_CHARACTERS + 1, SecurityError, f"more than {MOST_CHARACTERS:,} elements", (10**6,)),
+    "power": Refusal(lambda num: Sandbox().from_string("{% set x = 2 ** num %}").render(num=num), (1 << 19) + 1,
+        SecurityError, "more than 1,048,576 bits", (1 << 19,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_texts_of_templates_are_refused(case: str) -> None:
+    FILES[case].check()
+
+
+def test_settings_are_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"a": 1}')
+    for most, is_refused in ((7, True), (8, False)):
+        monkeypatch.setattr(json_values, "_MOST_BYTES", most)
+        if is_refused:
+            with pytest.raises(DataError, match="a.json has 8 bytes, too many for settings"):
+                json_values.read_object(file)
+        else:
+            assert json_values.read_object(file) == {"a": 1}
+
+
+# Scores and tokenizers
+
+
+def test_scores_of_a_teacher_must_be_whole(tmp_path: Path) -> None:
+    document, about = torch.tensor([5, 6, 7]), dict(format=FORMAT, temperature=1.0, teacher="t", top_k=2)
+    key = document_key(document)
+
+    def scores(num: int, k: int, batch: mw.Batch | None = None, **changes: Any) -> Any:
+        (tmp_path / ABOUT).write_text(json.dumps({n: x for n, x in {**about, **changes}.items() if x is not None}))
+        made = {key + ".ids": torch.zeros(num, 2, dtype=torch.int32), key + ".logprobs": torch.zeros(num, k)}
+        save_file(made, tmp_path / "scores-0.safetensors")
+        return TeacherScores(tmp_path, Distill(top_k=2)).add_to(batch or mw.pack([document]), 131)
+
+    scores(3, 2)
+    for missing in ("teacher", "top_k"):
+        with pytest.raises(BrokenFile, match="lacks teacher or top_k"):
+            scores(3, 2, **{missing: None})
+    with pytest.raises(ConfigError, match="has top_k=1, and the objective top_k=2"):
+        scores(3, 2, top_k=1)
+    for num, k in ((2, 2), (3, 1)):
+        with pytest.raises(BrokenFile, match=rf"\[{num}, 2\], \[{num}, {k}\].* for 3 tokens; score them again"):
+            scores(num, k)
+    with pytest.raises(DataError, match="do not hold images"):
+        scores(3, 2, mw.pack([[IMAGE]], images=[[(pixels(), GRID)]], placeholders=[IMAGE]))
+
+
+def test_reference_scores_must_be_complete(tmp_path: Path) -> None:
+    """Documents that no batch has, and parts that a row has not, need no score."""
+    place = lambda n: f"row {n}"  # noqa: E731 - short
+    made = SimpleNamespace(lengths=np.array([1, 2, 8, 9]), num_parts=np.array([2, 2, 1, 2]), place=place)
+    reference = ReferenceScores(cast(Any, None), cast(Any, None), tmp_path, 8, 1)
+    nan = float("nan")
+    whole = np.array([[nan, nan], [1, 1], [1, nan], [nan, nan]])
+    reference._check_complete(cast(Documents, made), whole)
+    for at, row in (((1, 1), 1), ((2, 0), 2)):
+        scores = whole.copy()
+        scores[at] = nan
+        with pytest.raises(DataError, match=f"reference scores of 1 row are missing, first that of row {row}; remove"):
+            reference._check_complete(cast(Documents, made), scores)
+
+
+def test_models_have_fitting_tokenizers_and_classes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tokenizer().save_pretrained(tmp_path / name)
+    check_tokenizers(tmp_path / "a", tmp_path / "b", "dpo.reference")
+    file = tmp_path / "b" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "additional_special_tokens": ["<|new|>"]}))
+    with pytest.raises(ConfigError, match=r"dpo.reference: .* has another tokenizer than .*1 tokens? differ.*new"):
+        check_tokenizers(tmp_path / "b", tmp_path / "a", "dpo.reference")
+    config = tmp_path / "a" / "config.json"
+    reader = RowReader(tmp_path / "a", tmp_path, objective=Rerank(answers=("\n\n", "y")))
+    first, second = answer_ids(reader)
+    assert first != second
+    with pytest.raises(ConfigError, match=r"'nay' is \d tokens of this model; give answers of one"):
+        answer_ids(replace(reader, objective=Rerank(answers=("nay", "y"))))
+    for names, is_refused in ((["a"], True), (["a", "b"], False)):
+        config.write_text(json.dumps(dict(model_type="qwen3", id2label=dict(enumerate(names)))))
+        if is_refused:
+            with pytest.raises(ConfigError, match="names no classes; set labels of"):
+                _ = reader.label_names
+        else:
+            assert reader.label_names == names

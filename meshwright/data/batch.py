@@ -124,7 +124,8 @@ class Batch:
         numbers = _whole_numbers(self.numbers) or tuple(range(self.num_documents))
         for name, given in (("numbers", numbers), ("groups", _whole_numbers(self.groups) or numbers)):
             if len(given) != self.num_documents:
-                raise DataError(f"{name} has {len(given)} entries for {counted(self.num_documents, 'document')}")
+                num = counted(len(given), "entry", "entries")
+                raise DataError(f"{name} has {num} for {counted(self.num_documents, 'document')}")
             object.__setattr__(self, name, given)
 
     def _check_frames(self, bounds: tuple[int, ...]) -> None:

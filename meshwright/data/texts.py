@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DataError
+from .json_values import kind_of
 from .tokenizer import encoded
 from .tokens import Tokens, tokens
 
@@ -32,7 +33,7 @@ class Texts:
         text = row.get(name)
         if not isinstance(text, str):
             has = ", ".join(map(str, row)) or "none"
-            raise DataError(f"its field {name!r} is a {type(text).__name__}, not text; the row has the fields {has}")
+            raise DataError(f"its field {name!r} is {kind_of(text)}, not text; the row has the fields {has}")
         ids = encoded(self.tokenizer, text)
         end = self.tokenizer.eos_token_id
         return [tokens([*ids, *([] if end is None else [end])], [(0, len(ids) + (end is not None))])] if ids else []
