@@ -176,7 +176,7 @@ def test_a_page_must_be_a_file_that_can_be_written(tmp_path: Any) -> None:
             check_page(str(bad))
     assert check_page(str(tmp_path / "page.html")) == tmp_path / "page.html"
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ConfigError, match="was not written: .*; the results are printed above"):
+    with pytest.raises(ConfigError, match=r"was not written: .*; the results are printed above"):
         write_page(tmp_path / "taken", "x")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # no part of a page is left
 
@@ -186,7 +186,7 @@ def test_a_page_must_be_a_file_that_can_be_written(tmp_path: Any) -> None:
 
 @functools.cache
 def blueprint(name: str = "qwen3", **fields: Any) -> Blueprint:
-    """The parameters of a tiny model without weights; "aligned" has whole blocks of 64 columns, on two ranks of tp too."""
+    """The parameters of a tiny model without weights; "aligned" has whole blocks of 64 columns for tp=2 too."""
     aligned = {**tiny.ALIGNED["qwen3"], "intermediate_size": 384}
     config = {**(aligned if name == "aligned" else tiny.of(name))}
     return Blueprint.of(config, None, Recipe(**fields))
@@ -207,8 +207,8 @@ TABLES: dict[str, Refusal] = {
         dict(frozen="nf4", lora=Lora()), ConfigError, "config.json has a quantization_config", (dict(lora=Lora()),)),
     "no gradient": Refusal(trained, dict(name="qwen4_exp", train="*index*"), ConfigError,
         "which has no gradient; leave it out", (dict(name="qwen4_exp", train="*"),)),
-    "an MTP head that is left out": Refusal(trained, dict(name="qwen3_5", mtp="head", train="head.mtp.norm*"), ConfigError,
-        "mtp='head' trains the MTP head & leaves out head.mtp.embed_norm & or leave mtp out",
+    "an MTP head that is left out": Refusal(trained, dict(name="qwen3_5", mtp="head", train="head.mtp.norm*"),
+        ConfigError, "mtp='head' trains the MTP head & leaves out head.mtp.embed_norm & or leave mtp out",
         (dict(name="qwen3_5", mtp="head", train="head.mtp.*"), dict(name="qwen3_5", mtp="head"))),
 }  # fmt: skip
 
@@ -277,7 +277,7 @@ def packed(others: list[int]) -> Any:
     return jagged.packed(mesh, [[torch.ones(3, dtype=torch.long)]] * 2)
 
 
-engine_of = lambda **fields: SimpleNamespace(**fields)  # noqa: E731 - short
+engine_of = SimpleNamespace
 verl_lora = lambda fields: verl_options.lora_of(fake_verl.ModelConfig(lora_rank=4, **fields))  # noqa: E731 - short
 verl_optim = lambda fields: verl_options.optimizer_of(fake_verl.OptimizerConfig(**fields))  # noqa: E731 - short
 verl_rate = lambda kind: verl_options.learning_rate(  # noqa: E731 - short
@@ -293,8 +293,8 @@ FRAMEWORKS: dict[str, Refusal] = {
         ([2], [2, 2])),
     "backend of AReaL": Refusal(lambda name: areal("").register(name), "archon", ConfigError,
         "backend 'archon' & fsdp, megatron", ("fsdp",)),
-    "rows of pairs": Refusal(lambda num: areal("_batches")._checked(rows(num), fake_areal.MicroBatchSpec(granularity=2)),
-        3, DataError, "3 rows & mb_spec.granularity=2", (2, 4)),
+    "rows of pairs": Refusal(lambda num: areal("_batches")._checked(rows(num),
+        fake_areal.MicroBatchSpec(granularity=2)), 3, DataError, "3 rows & mb_spec.granularity=2", (2, 4)),
     "addr": Refusal(lambda addr: areal("_engine").MeshwrightEngine.initialize(engine_of(), addr, None),
         "host:1", ConfigError, "addr='host:1' & give None"),
     "weights without servers": Refusal(lambda rollout: areal("_engine").MeshwrightEngine.update_weights(

@@ -65,9 +65,15 @@ def experts(*sizes: int, dtype: torch.dtype = torch.int64, value: int = 0) -> li
 
 
 pixels = lambda num=4, width=6, **how: torch.zeros(num, width, **how)  # noqa: E731 - short
-output = lambda **fields: dict(  # noqa: E731 - short
-    input_ids=[5, IMAGE, 6], mm_token_type_ids=[0, 1, 0], pixel_values=pixels(), image_grid_thw=[GRID]
-) | fields
+
+
+def output(**fields):
+    return (
+        dict(input_ids=[5, IMAGE, 6], mm_token_type_ids=[0, 1, 0], pixel_values=pixels(), image_grid_thw=[GRID])
+        | fields
+    )
+
+
 shown = lambda *images: mw.pack([[IMAGE], [IMAGE]], images=[*images], placeholders=[IMAGE])  # noqa: E731 - short
 PACKED: dict[str, Refusal] = {
     "numbers": Refusal(batch_with("numbers"), [0, 1.5], DataError, r"whole numbers, not \[0, 1.5\]",
@@ -80,8 +86,8 @@ PACKED: dict[str, Refusal] = {
     "experts of a batch": Refusal(batch_with("experts"), torch.zeros(4, 2, 1), DataError, r"\(4, 2, 1\) for 5 tokens"),
     "dims of experts": Refusal(batch_with("experts"), torch.zeros(5, 2), DataError, r"\(5, 2\) for 5 tokens"),
     "frame of two documents": Refusal(lambda start: mw.Batch(torch.arange(5), torch.arange(5), (0, 3, 5),
-        images=Images(pixels(8), (Frame(2, 4, start),))), 2, DataError, "frame 0 of the batch is not inside one document",
-        (1, 3)),
+        images=Images(pixels(8), (Frame(2, 4, start),))), 2, DataError,
+        "frame 0 of the batch is not inside one document", (1, 3)),
     "rows of patches": Refusal(lambda num: Images(pixels(num), (Frame(2, 2, 0),)), 5, DataError,
         "a row for each patch", (4,)),
     "dims of patches": Refusal(lambda shape: Images(torch.zeros(shape), (Frame(2, 2, 0),)), (4, 2, 3), DataError,
@@ -106,9 +112,10 @@ PACKED: dict[str, Refusal] = {
         "document 0 has 1 image without placeholders", ([0, 1, 0],)),
     "places without images": Refusal(lambda kinds: mw.pack([output(mm_token_type_ids=kinds)]), [0, 1, 1], DataError,
         "placeholders at token 2 without pixels", ([0, 1, 0],)),
-    "a number as documents": Refusal(pack_with("documents"), [5, 6], DataError, r"documents must be a list & pack\(\[\[5",
-        ([[5, 6]],)),
-    "no experts": Refusal(pack_with("experts"), [["a"] * 3, [1, 2]], DataError, "experts must be whole numbers for each"),
+    "a number as documents": Refusal(pack_with("documents"), [5, 6], DataError,
+        r"documents must be a list & pack\(\[\[5", ([[5, 6]],)),
+    "no experts": Refusal(pack_with("experts"), [["a"] * 3, [1, 2]], DataError,
+        "experts must be whole numbers for each"),
     "number of experts": Refusal(pack_with("experts"), experts(3, 3), DataError, r"experts has the shapes & \[3, 2\]",
         (experts(3, 2), experts(3, 2, dtype=torch.int32))),
     "unequal experts": Refusal(pack_with("experts"), [torch.zeros(3, 2, 1).long(), torch.zeros(2, 2, 2).long()],
@@ -175,7 +182,9 @@ def test_sources_of_a_plan_are_refused(case: str) -> None:
 def test_rows_that_make_several_documents_are_not_cut() -> None:
     def cut(num_parts: list[int], too_long: Any = "cut") -> DataSource:
         lengths = np.array([4, 4])
-        made = SimpleNamespace(lengths=lengths, num_parts=np.array(num_parts), name="d", content="", num_views=0 * lengths)
+        made = SimpleNamespace(
+            lengths=lengths, num_parts=np.array(num_parts), name="d", content="", num_views=0 * lengths
+        )
         return source_of(cast(Documents, made), 8, too_long=too_long)
 
     with pytest.raises(DataError, match='rows of d make several documents each; take too_long = "stop" or "drop"'):
@@ -326,7 +335,7 @@ def test_settings_are_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for most, is_refused in ((7, True), (8, False)):
         monkeypatch.setattr(json_values, "_MOST_BYTES", most)
         if is_refused:
-            with pytest.raises(DataError, match="a.json has 8 bytes, too many for settings"):
+            with pytest.raises(DataError, match=r"a\.json has 8 bytes, too many for settings"):
                 json_values.read_object(file)
         else:
             assert json_values.read_object(file) == {"a": 1}

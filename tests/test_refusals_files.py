@@ -1,0 +1,348 @@
+"""Checkpoints, shared memory and directories of runs that are refused; whole ones pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from meshwright.checkpoint import copy, manifest
+from meshwright.checkpoint.async_save import StoreAgreement
+from meshwright.checkpoint.dcp import Part as Held
+from meshwright.checkpoint.dcp import Sharded, take
+from meshwright.checkpoint.folder import Draft, final_place
+from meshwright.checkpoint.inspect import _parts
+from meshwright.checkpoint.manifest import MANIFEST, PARTS, Manifest, Part, read_manifest, read_parts, write_part
+from meshwright.checkpoint.restore import open_checkpoint
+from meshwright.checkpoint.save import commit
+from meshwright.errors import BrokenFile, CheckpointError, ConfigError, LoadError, MeshError, RankError
+from meshwright.mesh import Mesh
+from meshwright.train import config_of, run
+from meshwright.train.config_model import layout_of
+from meshwright.train.lock import OutInUse, hold
+from meshwright.train.resume_point import CHECKPOINTS, check_position
+from meshwright.weight_sync import receive_from_group, receive_from_process
+from meshwright.weight_sync.process import _Channel, _Gone
+from meshwright.weight_sync.shared_memory import attach, make
+from meshwright.weights.checksums import Extents, checksum
+from tests import tiny
+from tests.refusals import Refusal
+
+CPU = torch.device("cpu")
+
+
+def checkpoint(at: Path, step: int = 3, data: bytes = b"abcdef", **changes: Any) -> Manifest:
+    """Write a whole checkpoint of one file and one list of extents."""
+    (at / PARTS).mkdir(parents=True)
+    (at / "a.bin").write_bytes(data)
+    extents = Extents()
+    extents.add("a.bin", 0, data)
+    part = write_part(at, 0, extents)
+    made = Manifest(step, {"weights": ""}, {"a.bin": len(data)}, {part.name: part.checksum}, {})
+    made = replace(made, **changes)
+    manifest.write_manifest(at, made)
+    return made
+
+
+# Manifests
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        (dict(step=-1), True), (dict(step=0), False), (dict(files={"a.bin": -1}), True),
+        (dict(files={"a.bin": 0}), False), (dict(files={}), False), (dict(files={"../a": 1}), True),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_impossible_numbers(tmp_path: Path, changes: dict[str, Any], is_refused: bool) -> None:
+    made = checkpoint(tmp_path / "c", **changes)
+    if is_refused:
+        with pytest.raises(BrokenFile, match="malformed"):
+            read_manifest(tmp_path / "c")
+        return
+    assert read_manifest(tmp_path / "c") == made
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "VERSION"])
+def test_a_manifest_of_another_format(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, name, 99)
+    checkpoint(tmp_path / "c")
+    read_manifest(tmp_path / "c")
+    monkeypatch.undo()
+    with pytest.raises(BrokenFile, match=r"99.* but this meshwright reads .*convert it"):
+        read_manifest(tmp_path / "c")
+
+
+@pytest.mark.parametrize("harm", ["missing", "changed", "malformed", "short", "long"])
+def test_lists_of_extents_must_be_whole(tmp_path: Path, harm: str) -> None:
+    made = checkpoint(tmp_path)
+    (name,) = made.parts
+    file = tmp_path / name
+    assert read_parts(tmp_path, made).num_bytes == 6
+    if harm == "missing":
+        file.unlink()
+    elif harm == "changed":
+        file.write_bytes(file.read_bytes() + b" ")
+    elif harm == "malformed":
+        file.write_text("[1]")
+        made = replace(made, parts={name: checksum(b"[1]")})
+    else:
+        made = replace(made, files={"a.bin": 7 if harm == "short" else 5})
+    words = {
+        "missing": f"{name} cannot be read: No such file", "changed": "fails its checksum", "malformed": "is malformed",
+        "short": "its extents end at byte 6 of 7", "long": "its extents end at byte 6 of 5",
+    }  # fmt: skip
+    with pytest.raises(BrokenFile, match=words[harm]):
+        read_parts(tmp_path, made)
+
+
+def test_a_file_of_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong but not broken, such as a file of an unknown dtype, is no reason to take an older checkpoint."""
+    for error, wanted in ((LoadError("odd"), CheckpointError), (BrokenFile("torn"), mw.BrokenCheckpointError)):
+        refuse = Mock(side_effect=error)
+        monkeypatch.setitem(open_checkpoint.__globals__, "read_manifest", refuse)
+        with pytest.raises(CheckpointError, match=str(error)) as caught:
+            open_checkpoint(tmp_path)
+        assert type(caught.value) is wanted
+
+
+def test_an_unknown_dtype_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(8))
+    source = SimpleNamespace(directory=tmp_path)
+    entry = SimpleNamespace(key="k", dtype="F32", file="a", start=0, stop=8)
+    assert [each.tolist() for each in _parts(cast(Any, source), cast(Any, entry))] == [[0.0, 0.0]]
+    entry.dtype = "F24"
+    with pytest.raises(CheckpointError, match="k is F24, which torch has no dtype for"):
+        next(_parts(cast(Any, source), cast(Any, entry)))
+
+
+@pytest.mark.parametrize("reported", [5, 6, 7])
+def test_ranks_must_have_written_all_bytes(tmp_path: Path, reported: int) -> None:
+    with Draft(tmp_path, 3) as draft:
+        (draft.path / "a.bin").write_bytes(b"abcdef")
+        part = Part(f"{PARTS}/00000.json", 0, reported)
+        if reported == 6:
+            commit(draft, [], [part], {})
+            assert read_manifest(final_place(tmp_path, 3)).files == {"a.bin": 6}
+            return
+        with pytest.raises(CheckpointError, match=f"the ranks wrote {reported} bytes of 6; this is a bug"):
+            commit(draft, [], [part], {})
+
+
+def test_a_save_waits_for_other_ranks_until_its_deadline() -> None:
+    known: dict[str, bytes] = {}
+    store = SimpleNamespace(check=lambda names: all(name in known for name in names), get=known.__getitem__)
+    agreement = cast(StoreAgreement, SimpleNamespace(timeout_s=0.0, store=store))
+    with pytest.raises(CheckpointError, match="timed out after 0 s waiting until rank 1 has written"):
+        StoreAgreement._wait(agreement, "1", "rank 1 has written")
+    known["1"] = b"yes"
+    assert StoreAgreement._wait(agreement, "1", "rank 1 has written") == "yes"
+
+
+def sharded(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], value: float = 0) -> Sharded:
+    return Sharded(shape, torch.float32, [Held(start, torch.full(size, value), True)])
+
+
+local = sharded((4, 2), (2, 0), (2, 2))
+TAKEN: dict[str, Refusal] = {
+    "shape": Refusal(lambda loaded: take(local, loaded, "k"), torch.zeros(3, 2), CheckpointError,
+        r"k is \(3, 2\) in the state dict, but \(4, 2\) in the model", (torch.zeros(4, 2),)),
+    "start": Refusal(lambda loaded: take(local, loaded, "k"), sharded((4, 2), (0, 0), (2, 2)), CheckpointError,
+        r"lacks this rank's part at \(2, 0\)", (sharded((4, 2), (2, 0), (2, 2)),)),
+    "size": Refusal(lambda loaded: take(local, loaded, "k"), sharded((4, 2), (2, 0), (2, 1)), CheckpointError,
+        r"lacks this rank's part at \(2, 0\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_a_state_dict_must_have_the_boxes_of_this_rank(case: str) -> None:
+    TAKEN[case].check()
+
+
+def test_a_state_dict_is_copied_into_its_box() -> None:
+    take(local, torch.arange(8.0).view(4, 2), "k")
+    assert local.held()[0].values.tolist() == [[4, 5], [6, 7]]
+    take(local, sharded((4, 2), (2, 0), (2, 2), 3), "k")
+    assert local.held()[0].values.tolist() == [[3, 3], [3, 3]]
+
+
+# Copies
+
+
+def test_copies_that_meet_another_checkpoint(tmp_path: Path) -> None:
+    for name, data in (("a", b"abcdef"), ("b", b"abcdeg")):
+        checkpoint(tmp_path / name / "step-000003", data=data, about={"name": name})
+    first, second = (tmp_path / name / "step-000003" for name in "ab")
+    for target in (str(tmp_path / "out"), "memory://refused/out"):
+        at = mw.copy_checkpoint(first, target)
+        assert mw.copy_checkpoint(first, target) == at
+        with pytest.raises(CheckpointError, match="is another checkpoint; remove it, or choose another folder"):
+            mw.copy_checkpoint(second, target)
+    assert (tmp_path / "out" / "step-000003" / "a.bin").read_bytes() == b"abcdef"
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path / "step-000003")
+    monkeypatch.setattr(copy, "_copy", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match=r"out/step-000003 was not written: .*No space left"):
+        mw.copy_checkpoint(tmp_path / "step-000003", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_copy_of_an_incomplete_checkpoint(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "step-000003")
+    at = mw.copy_checkpoint(tmp_path / "step-000003", "memory://refused/short")
+    assert mw.copy_checkpoint("memory://refused/short", tmp_path / "back") == str(tmp_path / "back" / "step-000003")
+    fsspec.filesystem("memory").pipe(f"{at}/a.bin", b"abcde")
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*a\.bin has 5 bytes, but 6 were written"):
+        mw.copy_checkpoint("memory://refused/short", tmp_path / "other")
+    fsspec.filesystem("memory").rm(f"{at}/a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin has no bytes, but 6 were written"):
+        mw.copy_checkpoint("memory://refused/short", tmp_path / "other")
+    checkpoint(tmp_path / "step-000002", step=2)
+    mw.copy_checkpoint(tmp_path / "step-000002", "memory://refused/short")  # older, and whole
+    assert mw.copy_checkpoint("memory://refused/short", tmp_path / "other").endswith("step-000002")
+
+
+def test_a_store_that_changes_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path / "step-000003")
+    put = copy._put
+    monkeypatch.setattr(copy, "_put", lambda target, data: put(target, data.replace(b"weights", b"weighty")))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is not what was sent; copy again"):
+        mw.copy_checkpoint(tmp_path / "step-000003", "memory://refused/lies")
+
+
+# Weights for other processes
+
+
+def test_a_bucket_carries_its_mark() -> None:
+    """Both processes must see the same memory: the 16 random bytes at its start show it."""
+    bucket, offered, handle = make(20, CPU)
+    assert bytes(bucket[:16].tolist()).hex() == offered["mark"]
+    assert (len(bucket), offered["num_bytes"], bucket.dtype) == (20, 20, torch.uint8)
+    assert handle is not None
+    other = os.dup(handle)
+    bucket[19] = 7
+    assert attach(offered, handle, CPU)[19] == 7
+    bucket[0] += 1
+    with pytest.raises(RankError, match="not the sender's memory"):
+        attach(offered, other, CPU)
+    with pytest.raises(RankError, match="device= of the receiver is the host"):
+        attach(offered, None, CPU)
+    small, offered, handle = make(1, CPU)  # the mark is longer than the bucket
+    assert len(small) == len(attach(offered, handle, CPU)) == 1
+
+
+def test_shared_memory_that_cannot_be_had() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(RankError, match=r"no 1,048,577 bytes of shared memory: .*smaller bucket_bytes="):
+            make((1 << 20) + 1, CPU)
+        _, _, handle = make(1 << 20, CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    os.close(cast(int, handle))
+
+
+def test_a_closed_connection_has_no_handle() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.devnull) as file:
+        _Channel(theirs).give(os.dup(file.fileno()))
+        os.close(_Channel(ours).take_handle())
+        theirs.close()
+        with pytest.raises(_Gone, match="closed the connection"):
+            _Channel(ours).take_handle()
+
+
+def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 30)
+    with pytest.raises(ConfigError, match="is not the socket of a sender"):
+        dict(receive_from_process(long, timeout_s=5))
+
+
+class Lost:
+    """A group of two whose other process is gone."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def broadcast(self, *_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_the_loss_of_a_sender_is_named() -> None:
+    for src, error, message in ((1, RankError, "the sender is lost.*make a new group: Connection closed"),
+                                (0, ConfigError, "src=0 is not another rank"), (2, ConfigError, "src=2"),
+                                (-1, ConfigError, "src=-1")):  # fmt: skip
+        with pytest.raises(error, match=message):
+            dict(receive_from_group(cast(dist.ProcessGroup, Lost()), src))
+
+
+# Runs
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out: .*choose a directory that this process can write"):
+        hold(tmp_path / "file" / "out")
+    hold(tmp_path / "out").close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_refuse_a_directory_in_use(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(out: Path) -> Any:
+        raise OutInUse("in use by another run")
+
+    monkeypatch.delenv(run.LAUNCHER, raising=False)
+    mesh = cast(Mesh, SimpleNamespace(rank=rank, broadcast_object=lambda text: text if rank == 0 else "in use"))
+    monkeypatch.setattr(run, "hold", held)
+    with pytest.raises(OutInUse, match="in use"):
+        run._lock_of(tmp_path, mesh)
+    if rank == 0:  # its launcher holds the lock
+        monkeypatch.setenv(run.LAUNCHER, "1")
+        assert run._lock_of(tmp_path, mesh) is None
+
+
+def test_a_trainer_takes_a_config() -> None:
+    with pytest.raises(ConfigError, match=r"takes the config of a run, not a str; pass mw\.train\.read\(file\)"):
+        mw.Trainer(cast(Any, "run.toml"))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_mesh_that_does_not_fit_the_model_has_no_layout(tmp_path: Path, tp: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.of("qwen3")))
+    config = config_of(
+        model=str(tmp_path), out=str(tmp_path / "out"), data=[dict(path="a.jsonl")], mesh=dict(tp=tp),
+        train=dict(length=24, tokens_per_step=24, steps=1),
+    )  # fmt: skip
+    if tp == 2:
+        layout_of(config)
+        return
+    with pytest.raises(MeshError, match="tp=3 does not divide"):
+        layout_of(config)
+
+
+def test_a_run_that_must_not_resume(tmp_path: Path) -> None:
+    data, config = cast(Any, None), cast(Any, SimpleNamespace(out=str(tmp_path), resume="never"))
+    check_position(config, data)
+    checkpoint(tmp_path / CHECKPOINTS / "step-000003")
+    with pytest.raises(ConfigError, match='step-000003 exists, and resume = "never"; choose another out'):
+        check_position(config, data)
+    config.resume = "auto"
+    check_position(config, data)  # of a checkpoint that cannot be opened, which `resume` reports
