@@ -22,10 +22,13 @@ from meshwright.errors import LoadError, MismatchedKey, RankError
 from meshwright.sharding import Block, Box
 from meshwright.weights import Reader, open_index, open_source, quant_formats, whole_tensors
 from meshwright.weights import reader as load
+from meshwright.weights.quant_formats import scales_of
+from meshwright.weights.safetensors_header import Entry
 from tests import parts, quantised, tiny, trials, worlds
 from tests.quantised import FORMS, SIZES, in_groups, quantization_config, tensors, written
 from tests.test_fp8_files import bits, from_the_first_row, rewritten, same_bits, sealed
 from tests.trials import named, world_of
+from tests.words import words
 
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
 MESHES: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)]
@@ -393,3 +396,23 @@ def test_an_index_alone_tells_how_files_spell_it(directory: Callable[[str, str],
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": keys}))
     result = Blueprint.of(json.loads((at / "config.json").read_text()), open_index(tmp_path))
     assert result.keymap.choice == {"experts": "per-expert"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "fits"),
+    [
+        ((128, 128), (1, 1), True), ((128, 128), (1,), True), ((128, 128), (), True), ((128, 128), (2,), False),
+        ((128, 128), (1, 2), False), ((256, 128), (2, 1), True), ((256, 128), (1,), False), ((256, 128), (), False),
+        ((256, 128), (2,), False), ((256, 128), (1, 2), False), ((129, 128), (2, 1), True), ((129, 128), (1, 1), False),
+    ],
+)  # fmt: skip
+def test_scales_of_one_block_may_have_fewer_dims(shape: tuple[int, ...], scales: tuple[int, ...], fits: bool) -> None:
+    """Exporters write the scale of an FP8 matrix that is one block as one number."""
+    key = "w.weight_scale_inv"
+    entries = {"w.weight": Entry("w.weight", "a", "F8_E4M3", shape, 0, 1), key: Entry(key, "a", "F32", scales, 0, 1)}
+    config = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    if fits:
+        assert [*scales_of(config, entries)] == ["w.weight"]
+        return
+    with pytest.raises(MismatchedKey, match=words("w.weight_scale_inv is", "blocks of 128 x 128")):
+        scales_of(config, entries)

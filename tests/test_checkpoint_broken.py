@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
+from meshwright.checkpoint.inspect import unlisted_files
+from meshwright.checkpoint.restore import Checkpoint
 from meshwright.cli import main
 from meshwright.log import logger
 from meshwright.weights import extents_of_json
@@ -436,3 +439,14 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(words(r"model\.safetensors", "checksum", "notes is not part"), out)
     assert main(["inspect", str(run / "nowhere")]) == 2
+
+
+def test_files_that_no_manifest_lists_are_sorted(tmp_path: Path) -> None:
+    names = [f"{number:02d}.txt" for number in range(20)]
+    for name in random.Random(1).sample(names, len(names)):
+        (tmp_path / name).write_text("")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("")
+    listed = SimpleNamespace(files={"03.txt": 0}, parts={"a/b": 0})
+    checkpoint = cast(Checkpoint, SimpleNamespace(directory=tmp_path, manifest=listed))
+    assert unlisted_files(checkpoint) == [name for name in names if name != "03.txt"]

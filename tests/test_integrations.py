@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,20 @@ def test_the_rest_of_the_contract_of_areal(source: Path) -> None:
 def test_fsdp_gets_the_ranks_that_other_axes_leave(axes: dict[str, int | None], fsdp: int) -> None:
     """Experts are divided among the same ranks, so ep takes none of them."""
     assert options.mesh_axes(axes, 8)["fsdp"] == fsdp
+
+
+@pytest.mark.parametrize(
+    ("most", "num", "granularity", "wanted"),
+    [
+        (None, 1, 1, [[0, 1, 2, 3]]), (18, 1, 1, [[0, 1, 2, 3]]), (17, 1, 1, [[0, 2], [1, 3]]),
+        (6, 1, 1, [[0, 3], [1], [2]]), (None, 2, 1, [[0, 2], [1, 3]]), (17, 1, 2, [[0, 1], [2, 3]]),
+        (None, 1, 2, [[0, 1, 2, 3]]),
+    ],
+)  # fmt: skip
+def test_micro_batches_of_areal_keep_to_the_limits_of_their_spec(
+    most: int | None, num: int, granularity: int, wanted: list[list[int]]
+) -> None:
+    areal_cases.backend()
+    spec = fake_areal.MicroBatchSpec(max_tokens_per_mb=most, granularity=granularity)
+    groups = sys.modules["meshwright.integrations.areal_batches"]._groups([4, 5, 6, 3], spec, num)
+    assert sorted(groups) == wanted

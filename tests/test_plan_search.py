@@ -21,7 +21,18 @@ from meshwright.plan import Cluster, Figures, Search, objections, search, step_t
 from meshwright.plan.figures import RankMemory
 from meshwright.plan.least_memory import LeastMemory
 from meshwright.plan.one_of_each_layer import hold_options, one_of_each_layer, quick_estimate
-from meshwright.plan.search import Candidate, Cut, SearchRequest, SearchResult, Size, cuts, divisors
+from meshwright.plan.search import (
+    Candidate,
+    Cut,
+    SearchRequest,
+    SearchResult,
+    Size,
+    Variant,
+    _drop_slow_replicas,
+    _Estimated,
+    cuts,
+    divisors,
+)
 from meshwright.plan.step_time import estimate
 from meshwright.plan.terminal import command
 from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
@@ -362,3 +373,15 @@ def test_searches_end_within_a_minute_of_a_cpu() -> None:
         assert results[-1].best, "a few where the machine is slow: a search ends after half a minute"
     assert results[0].num_meshes > 1000
     assert not parts.ALL or str(results[1].best[0].figures.axes) == "fsdp=16 cp=4 ep=2"
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(1.0, [1]), (0.98, [1, 2]), (0.995, [1])])
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_more_replicas_must_be_faster(order: tuple[int, int], seconds: float, kept: list[int]) -> None:
+    """Whichever mesh is listed first; another tp is another mesh."""
+    made = {1: _Estimated(1.0, 0, Cut(Axes(fsdp=8), 1), Variant(MemoryOptions()))}
+    made[2] = replace(made[1], seconds=seconds, cut=Cut(Axes(replicate=2, fsdp=4), 1))
+    other = replace(made[1], seconds=9.0, cut=Cut(Axes(replicate=2, fsdp=2, tp=2), 1))
+    left = _drop_slow_replicas([made[order[0]], other, made[order[1]]])
+    assert sorted(each.cut.axes.replicate for each in left if each is not other) == kept
+    assert any(each is other for each in left)

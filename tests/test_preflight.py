@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,3 +126,25 @@ def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
     assert times["chats.jsonl"] * tokens["chats.jsonl"] == pytest.approx(4 * 512 / 2, rel=0.1)
     assert lines[3].startswith("held out: held-out ")
     assert lines[3].endswith("every 5 steps")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_run_logs_what_has_changed(
+    at: Path, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 alone, before anything is loaded."""
+    config = config_file.read(file_of(at, at / "m"), ["optim.lr=0.5"])
+    began = config_file.read(file_of(at, at / "m"))
+    monkeypatch.setattr(resume_point, "read", lambda _: began)
+    (at / "out").mkdir(exist_ok=True)
+    (at / "out" / "config.toml").write_text("")
+    monkeypatch.setattr(resume_point, "checkpoints", lambda _: [SimpleNamespace(path=at / "step-000009")])
+    monkeypatch.setattr(resume_point, "resume", Mock(side_effect=mw.CheckpointError("it is loaded now")))
+    mesh = SimpleNamespace(rank=rank, broadcast_object=lambda _: (at, ""))
+    engine = SimpleNamespace(model=SimpleNamespace(mesh=mesh))
+    with pytest.raises(mw.CheckpointError, match="it is loaded now"):
+        resume_point.position_of(config, cast(mw.Engine, engine), cast(Any, None))
+    (at / "out" / "config.toml").unlink()
+    changes = [each.message for each in caplog.records if "optim.lr" in each.message]
+    assert len(changes) == (rank == 0), caplog.text
+    assert all("0.01" in each and "0.5" in each for each in changes)

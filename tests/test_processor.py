@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import random
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -20,8 +22,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
+from meshwright.data import vision_files
 from meshwright.data.processor import ImageLimits, Placeholders, Processor, fitted
-from meshwright.data.vision_files import View
+from meshwright.data.vision_files import Clip, View, clip_of, read_images
 from tests import shown
 
 MARKS = Placeholders("<|image_pad|>", "<|video_pad|>", (1, 2))
@@ -249,3 +252,46 @@ def test_a_damaged_clip(directory: Path, tmp_path: Path) -> None:
             seen.pixels(seen.video("b.gif", None))
         except mw.DataError:
             continue
+
+
+def test_an_animation_without_times_is_refused(tmp_path: Path) -> None:
+    """A still image has no rate; frames of no duration have none either."""
+    file = tmp_path / "a.gif"
+    first, *others = moving(tmp_path, 3)
+    first.save(file, save_all=True, append_images=others, duration=0)
+    with pytest.raises(mw.DataError, match=r"a\.gif has no frame duration; give its frames as a list.*fps"):
+        clip_of(file)
+    first.save(file, save_all=True, append_images=others, duration=50)
+    assert clip_of(file) == Clip(3, 20.0, (16, 32))
+    first.save(file)
+    assert clip_of(file) == Clip(1, 1.0, (16, 32))
+
+
+def test_a_file_of_sound_alone_is_no_video(tmp_path: Path) -> None:
+    file = tmp_path / "a.mkv"
+    with av.open(str(file), "w", format="matroska") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 80), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(mw.DataError, match=r"a\.mkv has no video stream"):
+        clip_of(file)
+    assert clip_of(as_mp4(tmp_path / "a.mp4", 3, 10)).num == 3
+
+
+@pytest.mark.parametrize(("num", "rate"), [(0, 10), (3, None), (3, 10)])
+def test_a_video_must_give_frames_and_a_rate(num: int, rate: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header without a number of frames has them counted; one that promises too many is found at the last."""
+    stream = SimpleNamespace(frames=0, average_rate=rate, width=32, height=16)
+    image = SimpleNamespace(to_image=lambda: "image")
+    opened = SimpleNamespace(streams=SimpleNamespace(video=[stream]), decode=lambda video: iter([image] * num))
+    monkeypatch.setattr(vision_files, "_opened", lambda _: contextlib.nullcontext(opened))
+    if num and rate:
+        assert clip_of(Path("a.mp4")) == Clip(3, 10.0, (16, 32))
+        assert len([*read_images([Path("a.mp4")], [0, 2, 2])]) == 3
+        with pytest.raises(mw.DataError, match=r"a\.mp4 ends before frame 3, which its header promises"):
+            list(read_images([Path("a.mp4")], [0, 3]))
+        return
+    with pytest.raises(mw.DataError, match=r"a\.mp4 does not give its number of frames or its frame rate"):
+        clip_of(Path("a.mp4"))

@@ -76,6 +76,8 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
     assert [(m["step"], m["tokens"], m["mesh"], m["again"]) for m in marks] == [
         (1, 10, "fsdp=2", False), (40, 400, "tp=2,ep=2", True), (49, 490, "pp=2", True)
     ]  # fmt: skip
+    # Seconds since the first step, at 1001 s: the starts at 1000, 3000 and 5000 s.
+    assert [m["time"] for m in marks] == [0.0, 1999.0, 3999.0]
     rows = Read(without_scripts(page)).table("started")
     assert [row["how it ended"] for row in rows] == [
         "rank 1 of 2 was killed", "rank 0 <died>", "ended by signal 15", "not moved yet", "done"

@@ -425,3 +425,22 @@ def test_a_published_model_that_cannot_fit_is_refused() -> None:
     need = Need(blueprint.spec, Axes(fsdp=2, ep=2), held)
     with pytest.raises(MeshError, match=words("fsdp=2 ep=2", r"fsdp=8\b.*\b8 ranks")):
         refuse_too_large(need, Memory(80 * 10**9, 10**12, shared=False))
+
+
+@pytest.mark.parametrize("option", ["", "gather_once", "sum_once", "offload"])
+def test_offload_is_advised_where_it_is_allowed(option: str) -> None:
+    """Where it would fit, but what the run has chosen keeps the whole model on the device, or offloads already."""
+    from meshwright.blueprint import Blueprint
+    from meshwright.memory.budget import Need, choices, held_while_training
+    from meshwright.recipe import Recipe
+
+    memory = mw.MemoryOptions(**({option: True} if option else {}))
+    blueprint = Blueprint.of({**tiny.of("qwen3")}, None, Recipe(memory=memory))
+    held = held_while_training(torch.float32, frozenset(blueprint.table.params), offload=memory.offload)
+    need = Need(blueprint.spec, Axes(fsdp=2), held)
+    on_device = sum(
+        each.num_bytes for each in replace(need, held=replace(held, offload=True)).stored() if not each.host
+    )
+    advice = " ".join(choices(need, Memory(on_device, 10**9, shared=False)))
+    assert ("offload=True" in advice) == (not option), advice
+    assert "offload" not in " ".join(choices(need, Memory(on_device - 1, 10**9, shared=False)))

@@ -453,3 +453,17 @@ def test_any_learning_rate_rises_once_and_falls_once(
     assert all(a >= b for a, b in pairwise(each[top:]))
     assert each[-1] > 0
     assert lr(num_steps) == pytest.approx(2.0 if name == "constant" else 2.0 * final)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_only_a_constant_rate_refuses_a_final_rate(schedule: str) -> None:
+    def config(**optim: Any) -> Any:
+        return config_of(model="a", out="b", data=[{"path": "x"}], optim=dict(schedule=schedule, **optim))
+
+    default = config().optim.final
+    assert config(final=default).optim.final == default
+    if schedule == "constant":
+        with pytest.raises(mw.ConfigError, match=r"optim\.final: the schedule .constant. does not decay"):
+            config(final=default + 0.1)
+        return
+    assert config(final=default + 0.1).optim.final == default + 0.1

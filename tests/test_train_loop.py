@@ -9,7 +9,8 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
-from meshwright.checkpoint import opened_at
+from meshwright.checkpoint import manifest, opened_at
 from meshwright.cli import main
 from meshwright.data import tokenizer_of
 from meshwright.mesh.memory_limits import expand_segments
@@ -319,3 +320,18 @@ def test_the_terminal_shows_warnings_alone() -> None:
     for level, shown in ((logging.INFO, "one\ntwo"), (logging.WARNING, f"{PREFIX}one\n{PREFIX}two")):
         record = logging.makeLogRecord({"levelno": level, "msg": "one\ntwo"})
         assert _Prefixed().format(record) == shown
+
+
+@pytest.mark.parametrize(("stored", "steps", "saves"), [(None, 4, 1), (4, 4, 0), (4, 6, 1), (6, 4, 1)])
+def test_the_best_step_is_saved_once(tmp_path: Path, stored: int | None, steps: int, saves: int) -> None:
+    """A run that resumes before its best step comes to that step again."""
+    if stored is not None:
+        step = tmp_path / "best" / f"step-{stored:06d}"
+        step.mkdir(parents=True)
+        manifest.write_manifest(step, manifest.Manifest(stored, {}, {}, {}, {}))
+    mesh = SimpleNamespace(rank=0, broadcast_object=lambda value: value)
+    engine = SimpleNamespace(steps=steps, model=SimpleNamespace(mesh=mesh))
+    save = Mock()
+    run = SimpleNamespace(engine=engine, folder=tmp_path, options=SimpleNamespace(wait=True), _save=save)
+    Loop._save_best(cast(Loop, run))
+    assert [each.args for each in save.call_args_list] == [("best",)] * saves
