@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from meshwright.data.template_sandbox import MOST_CHARACTERS, Sandbox
 from meshwright.data.texts import Texts
 from meshwright.data.token_cache import Documents
 from meshwright.data.tokens import tokens
-from meshwright.data.vision_files import View
+from meshwright.data.vision_files import View, clip_of
 from meshwright.errors import BrokenFile, ConfigError, DataError
 from meshwright.objectives.distillation import Distill
 from meshwright.objectives.rerank import Rerank
@@ -214,6 +215,8 @@ call = dict(name="look", arguments={})
 ROWS: dict[str, Refusal] = {
     "joined turns": Refusal(joined, dict(messages=[U, {**A, "train": False}, U, B]), DataError,
         'turns="joined" trains every turn & train=false', (dict(messages=[U, A, U, B]),)),
+    "template": Refusal(lambda text: chat("{{ messages[1].content }}").prompt(text), "U", DataError,
+        "the template refuses the first 1 messages: UndefinedError"),
     "no message": Refusal(message, "U", DataError, r"message 3 is a string; give \{'role'", (U,)),
     "rate 'fast'": Refusal(clip, "fast", DataError, "message 3 shows a video with fps='fast'", (0.5, 2)),
     "rate -1": Refusal(clip, -1, DataError, "fps=-1; it must be a number above 0"),
@@ -339,6 +342,13 @@ def test_settings_are_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 json_values.read_object(file)
         else:
             assert json_values.read_object(file) == {"a": 1}
+
+
+@pytest.mark.parametrize(("package", "file"), [("PIL", "a.png"), ("av", "a.mp4")])
+def test_a_missing_package_is_named(package: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=r"read by (Pillow|PyAV); install it: pip install 'meshwright\[vision\]'"):
+        clip_of(Path(file))
 
 
 # Scores and tokenizers
