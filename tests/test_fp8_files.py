@@ -481,3 +481,11 @@ def test_an_untouched_block_stays_at_the_ends_of_the_range(
         source = rewritten(directory("qwen3", "float32"), tmp_path / str(scale), functools.partial(change, scale))
         acts[scale] = functools.partial(kept_to_the_byte, source, tmp_path / f"{scale}, out")
     assert all(answer == [True] for answer in worlds.in_turn(1, acts).values())
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "U8"])
+def test_powers_of_two_are_rounded_up(dtype: str) -> None:
+    """Rounded down, the largest values of a block would saturate."""
+    scales = torch.tensor([1.0, 1.01, 1.5, 2.0, 3.9, 0.0007])
+    stored = quant_formats.scales_to_float(quant_formats.scales_to_stored(scales, dtype))
+    assert stored.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0, 2.0**-10]

@@ -316,3 +316,16 @@ def test_foreign_adapters_are_refused(
         acts[field] = functools.partial(refused, functools.partial(loss_of, sources["qwen3"], at))
     for field, (said,) in worlds.in_turn(1, acts).items():
         assert re.search(FOREIGN[field][1], said), (field, said)
+
+
+@pytest.mark.parametrize(("rslora", "alpha", "same"), [(False, 8, True), (True, 16, True), (True, 8, False)])
+def test_experts_of_another_rank_have_the_scale_of_all(rslora: bool, alpha: float, same: bool) -> None:
+    """A quarter of the rank takes a quarter of alpha; with rsLoRA, which divides by the root of the rank, a half."""
+    patterns = {"rank_pattern": {"experts": 4}, "alpha_pattern": {"experts": alpha}}
+    config = {"r": 16, "lora_alpha": 32, "use_rslora": rslora, **patterns}
+    files = peft_files.AdapterFiles(Path(), config, {})
+    if same:
+        assert peft_files._expert_rank(files) == 4
+    else:
+        with pytest.raises(mw.LoadError, match="scales of their own"):
+            peft_files._expert_rank(files)

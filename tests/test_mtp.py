@@ -236,10 +236,19 @@ def _by_weight(source: Path) -> dict[str, Tensor]:
     return {k: (g - 2 * grads[1][k]) / g.norm() for k, g in grads[0].items() if k.startswith("mtp.") and g.any()}
 
 
-def test_the_weight_is_that_of_the_aux_loss_too(root: Path) -> None:
-    (off,) = worlds.run(1, functools.partial(_by_weight, source_of(root, "qwen3_5_moe")))
+def _router_of_the_head(source: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """`_by_weight`, and the loads that the next step takes shares from, after a step with router_aux="previous"."""
+    engine = mw.Engine(mw.load(source, dtype=torch.float64, mtp="head"), lr=1e-2, router_aux="previous")
+    engine.step([batch_of(1)])
+    assert engine.mtp is not None
+    return _by_weight(source), torch.cat([engine.router.trained_load, engine.mtp.router.trained_load])
+
+
+def test_the_router_of_the_head_is_weighted_and_balanced(root: Path) -> None:
+    ((off, loads_LE),) = worlds.run(1, functools.partial(_router_of_the_head, source_of(root, "qwen3_5_moe")))
     assert off
     assert all(each.norm() < LIMIT for each in off.values())
+    assert (loads_LE.sum(1) > 0).all()
 
 
 # --- steps in which somebody has no target of the head ---
