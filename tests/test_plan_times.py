@@ -130,10 +130,14 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     even = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)
     axes = Axes(pp=4, tp=2)
     blueprint = Blueprint.of(even).with_options(pipeline=Pipeline(ends=(2, 4, 6, 8)))
-    piped = estimate(Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN))
+    figures = Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN)
+    piped = estimate(figures)
     assert piped.host == pytest.approx(8 * 8 * 2e-3 / 4)
     assert piped.bubble == pytest.approx((piped.products + piped.waited + piped.launching) * 3 / 8, rel=1e-2)
-    assert {wait.what for wait in piped.waits} >= {"collectives of tp", "transfers between stages"}
+    seconds = {wait.what: wait.seconds for wait in piped.waits}
+    assert seconds["collectives of tp"] > 0
+    sent = sum(charge.count * charge.num_bytes for charge in figures.charges if charge.op == "send")
+    assert seconds["transfers between stages"] == pytest.approx(sent / 300e9), "a link sends and receives at once"
 
 
 def test_experts_between_nodes() -> None:

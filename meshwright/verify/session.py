@@ -305,10 +305,11 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     head, small = plan.runs.head, plan.kind == SHRUNK
     special = (few, long) if small else (0, 0)
     pp = plan.axes.pp
-    groups = pp if plan.runs.recipe.pipeline.stages > 1 else 1  # interleaved stages take micro-batches in groups of pp
+    # All steps of a pipeline have several micro-batches. The aux loss has a gradient from the second step on, and each
+    # micro-batch has its own padding. Interleaved stages take micro-batches in groups of pp.
     data = Data(
         plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
-        num_special=groups, vision=vision_of(plan.runs),
+        num_special=pp, vision=vision_of(plan.runs),
     )  # fmt: skip
     recipe = replace(
         plan.runs.recipe, dtype=DTYPES[dtype], memory=memory_of(plan, dtype), lora=drawn(plan.runs.recipe.lora),

@@ -22,7 +22,7 @@ from ..data import IGNORE, Batch, pack
 LENGTH, FEW, LONG = 136, 8, 1100
 FEW_STEP, LONG_STEP = 1, 2
 _SIZES = [[5, 1, 58, 64, 4], [17, 2, 3, 46, 21], [70, 1, 65], [11, 11, 44, 4, 59]]
-_FEW_SIZES = [[1, 5], [2, 1, 3], [5], [3, 2, 2]]
+_FEW_SIZES = [[1, 5], [5], [2, 1, 3], [3, 2, 2]]  # neighbours, and so micro-batches, differ in their padding
 _LONG_SIZES = [400, 17, 95, 300, 200, 61]  # one begins at 512, one has a block of 4 more than the budget
 
 
