@@ -32,7 +32,7 @@ from meshwright.train.rank import PREFIX, _Prefixed
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
-from meshwright.train.step_metrics import Measured, Reading, gather_readings, squares_of
+from meshwright.train.step_metrics import BySource, Measured, Reading, gather_readings, squares_of
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -215,6 +215,27 @@ def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
     record = mw.StepRecord(0, 3.5, 1.0, 0.1, 5, 6, torch.ones(1, 2), router_loss=0.5)
     each._log_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
     assert (message[-1]["train/loss"], message[-1]["train/router_loss"]) == (3.0, 0.5)
+
+
+def step_that_is_skipped() -> list[float]:
+    """The losses by source that are left after a step that scored its batches and then failed."""
+    loss = BySource(2)
+
+    def scores_and_fails(_: Any) -> None:
+        loss._sums.append(torch.full((2, 2), float("nan")))
+        raise mw.NonFiniteError("the loss is nan")
+
+    model = SimpleNamespace(mesh=mw.Mesh())
+    engine: Any = SimpleNamespace(loss=loss, step=scores_and_fails, discard=Mock(), model=model)
+    feed: Any = SimpleNamespace(streams_per_step=1, documents=[], step=lambda _: ([], 1))
+    run = Loop(engine, feed, 9, Position("plan"), Path(), LoopOptions(0, on_nan="skip"), Mock(signal=0), Mock())
+    run._skips_in_a_row = 0
+    assert run._step()[0] is None
+    return loss.take()
+
+
+def test_a_skipped_step_leaves_no_losses_by_source() -> None:
+    assert worlds.run(1, step_that_is_skipped) == [[0.0] * 4]
 
 
 def logged_squares(**sizes: int) -> float:
