@@ -333,6 +333,7 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
         r"timeout_s=600\b",
     )
     assert re.match(".*".join(in_this_order), message), message
+    assert re.search(r"its own output, and start\b.*\.$", message), "the advice is for the worst fate"
     assert len(message) < 800
 
 
