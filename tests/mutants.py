@@ -110,8 +110,8 @@ def _pytest(folder: Path, arguments: Sequence[str]) -> str:
     """Return the last line that pytest prints for the package of a folder."""
     for name in ("tests", "docs", "examples", "bench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy2(ROOT / name, folder / name)
+    for file in (ROOT / "pyproject.toml", *ROOT.glob("*.md")):
+        shutil.copy2(file, folder)
     done = _python(folder, 1800, "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)
     return next(iter(done.stdout.strip().splitlines()[::-1]), f"pytest ended with {done.returncode}")
 
