@@ -4,7 +4,7 @@
     python -m bench.vision --ranks 1 --rounds 9 --append
 
 The text model is that of bench/step.py, 8 layers of width 512; the vision encoder has 6 blocks of width 384. Documents
-have 1024 tokens, of which two images take 128 (512 patches). Each rank has its own, in float32. On two ranks, the
+have 1024 tokens; two images take 128 of them (512 patches). Each rank has its own, in float32. On two ranks, the
 peer is transformers' model in torch's DistributedDataParallel. `text alone` runs the same model on 1024 text tokens,
 which shows what images cost. `without a tower` runs the text model on them, which shows what an idle encoder costs.
 Contenders alternate in one run; times are medians of the slower rank.

@@ -282,7 +282,7 @@ def test_a_file_of_sound_alone_is_no_video(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num", "rate"), [(0, 10), (3, None), (3, 10)])
 def test_a_video_must_give_frames_and_a_rate(num: int, rate: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header without a number of frames has them counted; one that promises too many is found at the last."""
+    """A header without a number of frames has them counted; one that promises too many is refused at the last frame."""
     stream = SimpleNamespace(frames=0, average_rate=rate, width=32, height=16)
     image = SimpleNamespace(to_image=lambda: "image")
     opened = SimpleNamespace(streams=SimpleNamespace(video=[stream]), decode=lambda video: iter([image] * num))

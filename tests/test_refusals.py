@@ -271,7 +271,7 @@ def rows(num: int) -> dict[str, torch.Tensor]:
 
 
 def packed(others: list[int]) -> Any:
-    """Pack two micro-batches on one rank, while other ranks have so many."""
+    """Pack two micro-batches on one rank, while other ranks have the given numbers."""
     rows = lambda *_, numbers: torch.tensor([numbers, *((num, 4) for num in others)])  # noqa: E731 - short
     mesh = cast(Mesh, SimpleNamespace(axes=Axes(), all_or_none=rows))
     return jagged.packed(mesh, [[torch.ones(3, dtype=torch.long)]] * 2)

@@ -109,7 +109,7 @@ def test_lists_of_extents_must_be_whole(tmp_path: Path, harm: str) -> None:
 
 
 def test_a_file_of_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong but not broken, such as a file of an unknown dtype, is no reason to take an older checkpoint."""
+    """An error other than damage, such as an unknown dtype, is no reason to take an older checkpoint."""
     for error, wanted in ((LoadError("odd"), CheckpointError), (BrokenFile("torn"), mw.BrokenCheckpointError)):
         refuse = Mock(side_effect=error)
         monkeypatch.setitem(open_checkpoint.__globals__, "read_manifest", refuse)
@@ -258,13 +258,13 @@ def test_shared_memory_that_cannot_be_had() -> None:
 
 
 def test_a_closed_connection_has_no_handle() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open(os.devnull) as file:
-        _Channel(theirs).give(os.dup(file.fileno()))
-        os.close(_Channel(ours).take_handle())
-        theirs.close()
+    own_end, other_end = socket.socketpair()
+    with own_end, other_end, open(os.devnull) as file:
+        _Channel(other_end).give(os.dup(file.fileno()))
+        os.close(_Channel(own_end).take_handle())
+        other_end.close()
         with pytest.raises(_Gone, match="closed the connection"):
-            _Channel(ours).take_handle()
+            _Channel(own_end).take_handle()
 
 
 def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
