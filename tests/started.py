@@ -157,7 +157,8 @@ class Started:
         """A test that fails leaves nothing behind."""
         if not gone([self.pid], 0):
             for pid in (*self.ranks, self.pid):  # those of torchrun outlive it
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it may end between the look and the signal
+                    os.kill(pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
     def until(self, result: Callable[[], object], seconds: float = 60) -> None:
