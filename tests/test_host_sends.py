@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
+import datetime
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.mesh import local_collectives
-from meshwright.mesh.local_collectives import all_gather_into, reduce_scatter_into, serves
+from meshwright.mesh import local_collectives, local_sockets
+from meshwright.mesh.collectives import all_gather, all_to_all, reduce_scatter
+from meshwright.mesh.local_collectives import all_gather_into, all_reduce_, reduce_scatter_into, serve, serves
+from meshwright.mesh.part import own_store
 from meshwright.verify import Recorder
 from tests import tiny, worlds
 
@@ -51,19 +54,61 @@ def sums(size: int) -> None:
     group = world(size)
     for dtype in (torch.float32, torch.bfloat16):
         everybodys = [numbers(rank, dtype, NUM * size) for rank in range(size)]
-        expected = everybodys[0].clone()
-        for other in everybodys[1:]:
-            expected += other
+        total = in_order(everybodys)
         out, local = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
         reduce_scatter_into(out, local, group)
-        assert torch.equal(out, expected.chunk(size)[group.rank()])
+        assert torch.equal(out, total.chunk(size)[group.rank()])
         assert torch.equal(local, everybodys[group.rank()]), "what is summed stays as it was"
+        for num in (1, 5, 6, NUM * size):  # _WHOLE is 5: up to there whole, beyond in uneven parts
+            x = local[:num].clone()
+            all_reduce_(x, "sum", group)
+            assert torch.equal(x, total[:num])
+            x = local[:num].clone()
+            all_reduce_(x, "max", group)
+            assert torch.equal(x, torch.stack(everybodys)[:, :num].amax(0))
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def doors(size: int) -> None:
+    """What doors call: rows of several dimensions, and uneven pieces, some of them empty."""
+    group = world(size)
+    own_rank, name = group.rank(), group.group_name
+    rows = [numbers(rank, torch.float32, size * 6).view(size * 2, 3) for rank in range(size)]
+    assert torch.equal(all_gather(rows[own_rank].t(), size, name), torch.cat([each.t() for each in rows]))
+    mine = in_order(rows).chunk(size)[own_rank]
+    assert torch.equal(reduce_scatter(rows[own_rank], size, name), mine)
+    counts = [[(sender + 2 * receiver) % 3 for receiver in range(size)] for sender in range(size)]
+    sent = [torch.randn(sum(of), 3, generator=torch.Generator().manual_seed(rank)) for rank, of in enumerate(counts)]
+    ins, outs = counts[own_rank], [of[own_rank] for of in counts]
+    expected = torch.cat([x.split(of)[own_rank] for x, of in zip(sent, counts, strict=True)])
+    assert torch.equal(all_to_all(sent[own_rank], outs, ins, name), expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_arrives_and_is_added_up_in_the_order_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_collectives, "_PIECE", 3)  # numbers come in three pieces, the last of them smaller
-    worlds.in_turn(size, {"gathers": lambda: gathers(size), "sums": lambda: sums(size)})
+    monkeypatch.setattr(local_collectives, "_WHOLE", 5)
+    cases = {"gathers": lambda: gathers(size), "sums": lambda: sums(size), "doors": lambda: doors(size)}
+    worlds.in_turn(size, cases)
+
+
+@worlds.world(2)
+def test_messages_larger_than_the_buffers_of_a_socket() -> None:
+    group = world(2)
+    for dtype in (torch.float64, torch.bfloat16):
+        parts = [numbers(rank, dtype, 3_000_001) for rank in range(2)]
+        out = torch.empty(2 * 3_000_001, dtype=dtype)
+        all_gather_into(out, parts[group.rank()], group)
+        assert torch.equal(out, torch.cat(parts))
+        x = parts[group.rank()].clone()
+        all_reduce_(x, "sum", group)
+        assert torch.equal(x, parts[0] + parts[1])
 
 
 @worlds.world(3)
@@ -73,6 +118,7 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
+    serve(group, range(3), own_store(range(3)), datetime.timedelta(seconds=5))
     out = torch.zeros(2 * NUM)
     all_gather_into(out, numbers(dist.get_rank(), torch.float32), group)
     assert torch.equal(out, torch.cat([numbers(rank, torch.float32) for rank in (1, 2)]))
@@ -88,52 +134,53 @@ def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     assert result == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
 
-class Interrupted:
-    """A receive that is posted, and whose wait is broken off."""
-
-    real = staticmethod(dist.irecv)
-
-    def __init__(self, *got: Any, **source: Any) -> None:
-        self.work = self.real(*got, **source)
-
-    def wait(self) -> None:
-        raise KeyboardInterrupt
-
-
 @worlds.world(2)
-def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
-    """A tensor without a receiver would stop gloo."""
+def test_a_gather_that_is_broken_off_ends_the_group_on_all_ranks() -> None:
+    """The rest of a message would arrive as the next one. So whoever uses the group again gets an error."""
     group = world(2)
-    if group.rank() == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "irecv", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
-        gc.collect()
-    else:
-        time.sleep(0.5)
-        all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
     gathers(2)
+    whole, own = torch.empty(2 * NUM), torch.ones(NUM)
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 0:
+            patch.setattr(local_sockets._Incoming, "add", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                all_gather_into(whole, own, group)
+        else:
+            with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+                twice(all_gather_into, whole, own, group)  # rank 0 may have sent its part of the first
+    with pytest.raises(dist.DistBackendError, match="were closed by an error"):
+        all_gather_into(whole, own, group)
+    gathers(2)  # a new group
+
+
+def twice(act: Callable[..., None], *args: object) -> None:
+    act(*args)
+    act(*args)
+
+
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt
 
 
 @worlds.world(2)
 def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum has three pieces, and the interrupt follows the first. A leftover piece would arrive as part of the next
     sum."""
-    group, real = world(2), dist.isend
+    group, real = world(2), local_sockets.LocalSockets._send
     monkeypatch.setattr(local_collectives, "_PIECE", 3)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
-    def interrupted(*sent: Any, **target: Any) -> Any:
-        work = real(*sent, **target)
+    def interrupted(*args: Any) -> None:
+        real(*args)
         os.kill(os.getpid(), signal.SIGINT)
-        return work
 
     summands, out = torch.arange(2.0 * NUM), torch.empty(NUM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", interrupted)
+        patch.setattr(local_sockets.LocalSockets, "_send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             reduce_scatter_into(out, summands, group)
+    assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
+    reduce_scatter_into(out, summands, group)
     assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
     gathers(2)
     sums(2)
@@ -144,49 +191,87 @@ def apart(kind: str) -> str:
     group = mw.Mesh(fsdp=2, device="cpu", timeout_s=2.0).process_group(("fsdp",))
     whole = torch.full((2 * NUM,), float(group.rank()))
     try:
-        if kind == "a sum" and group.rank() == 0:
-            reduce_scatter_into(torch.empty(NUM), whole, group)
+        if kind == "a smaller sum" and group.rank() == 0:
+            reduce_scatter_into(torch.empty(NUM - 1), whole[2:], group)
             return "summed"
         if kind == "a gather further" and group.rank() == 0:
-            local_collectives._tag(group, "gather")
-        if kind == "a transfer" and group.rank() == 0:
-            dist.send(whole[:NUM], group=group, group_dst=1)
-            return "sent"
+            local_collectives._SOCKETS[group]._turn += 1
+        if kind == "nothing" and group.rank() == 0:
+            time.sleep(4)
+            return "nothing"
+        if kind == "the end" and group.rank() == 0:
+            os._exit(3)
         all_gather_into(whole, whole.chunk(2)[group.rank()], group)
-    except RuntimeError as error:
-        return f"gloo: {error}"
+    except dist.DistBackendError as error:
+        return f"error: {error}"
     return "gathered"
 
 
-@pytest.mark.parametrize("kind", ["a sum", "a gather further", "a transfer"])
-def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("a smaller sum", "rank 0 sends 24 bytes in its exchange 1 of the group, but this rank expects 28 bytes in ex"),
+        ("a gather further", "rank 0 sends 28 bytes in its exchange 2 of the group, but this rank expects 28 bytes in"),
+        ("nothing", "no connection to rank 0 within 2 s"),
+    ],
+)
+def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str, message: str) -> None:
     assert "gathered" not in (answers := worlds.run(2, apart, kind))
-    assert any("gloo" in answer for answer in answers)
+    assert message in answers[1]
+
+
+@worlds.world(2)
+def test_a_rank_that_stays_away_or_leaves_is_named() -> None:
+    group = mw.Mesh(fsdp=2, device="cpu", timeout_s=1.0).process_group(("fsdp",))
+    whole, own = torch.empty(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+    if group.rank() == 1:
+        started = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match=r"no answer from ranks \[0\] within 1 s"):
+            all_gather_into(whole, own, group)
+        assert time.monotonic() - started < 5
+    else:
+        time.sleep(2)
+        with pytest.raises(dist.DistBackendError, match="rank 1 has closed its connection"):
+            twice(all_gather_into, whole, own, group)
+
+
+@worlds.world(2)
+def test_processes_of_other_users_are_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = mw.Mesh(fsdp=2, device="cpu", timeout_s=1.0).process_group(("fsdp",))
+    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    with pytest.raises(dist.DistBackendError, match=r"another user's process answers|no connection from ranks"):
+        all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
 
 
 def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
-    swaps, real = [0], local_collectives._swap
+    exchanges, real = [0], local_collectives._exchange
 
     def counted(*args: Any) -> None:
-        swaps[0] += 1
+        exchanges[0] += 1
         real(*args)
 
-    local_collectives._swap = counted
+    local_collectives._exchange = counted
     with Recorder() as recorder:
         mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank))
-    return swaps[0], [seen.op for seen in recorder.collectives if seen.op != "all_reduce" and not seen.at]
+    return exchanges[0], [seen.op for seen in recorder.collectives]
 
 
-def test_fsdp_sends_so(tmp_path: Path) -> None:
-    directory = tiny.directory(tmp_path / "m", "qwen3")
-    swaps, seen = worlds.run(2, fsdp_steps, directory, dict(fsdp=2))[0]
-    assert swaps == len(seen) > 0
+@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)], ids=str)
+def test_every_collective_of_a_step_is_sent_so(tmp_path: Path, mesh: dict[str, int]) -> None:
+    directory = tiny.directory(tmp_path / "m", "qwen3_moe")
+    exchanges, seen = worlds.run(2, fsdp_steps, directory, mesh)[0]
+    assert exchanges == len(seen) > 0
 
 
-@worlds.world(1)
-def test_other_groups_and_devices_go_their_own_way() -> None:
-    group = mw.Mesh(device="cpu").process_group(("fsdp",))
-    assert serves(group, torch.device("cpu"), range(1))
-    assert not serves(group, torch.device("meta"), range(1))
-    assert not serves(group, torch.device("cpu"), range(1, 2)), "on several machines"
+@worlds.world(2)
+def test_groups_over_several_machines_go_their_own_way() -> None:
+    world(2)
+    group = dist.new_group([0, 1])
+    serve(group, range(1), own_store(range(2)), datetime.timedelta(seconds=5))
+    assert not serves(group)
+    assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))
+    serve(group, range(2), own_store(range(2)), datetime.timedelta(seconds=5))
+    assert serves(group)
+    assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.axes import DENSE
 from meshwright.mesh import part
 from meshwright.mesh.local_collectives import serves
-from meshwright.parallel import fsdp
 from meshwright.watch import heartbeat
 from tests import parts, tiny, worlds
 from tests.test_lost_ranks import survive
@@ -184,14 +184,8 @@ def side_by_side(sources: Sources, places: Sequence[Sequence[int]], per_machine:
     heartbeat.BEAT_S = 0.1
     dist.init_process_group("gloo")
     which = next(i for i, ranks in enumerate(places) if dist.get_rank() in ranks)
-    local: list[bool] = []
-
-    def noted(*args: Any) -> bool:
-        local.append(serves(*args))
-        return local[-1]
-
-    with patch.object(fsdp, "serves", noted):
-        engine = engine_of(sources, PAIRS[which], places[which])
+    engine = engine_of(sources, PAIRS[which], places[which])
+    local = serves(engine.model.mesh.process_group(DENSE))
     if which:
         trained(engine_of(sources, PAIRS[which], places[which]))
     result = {**trained(engine), "which": which, "node": list(engine.model.mesh.node), "local": local}
@@ -222,7 +216,7 @@ def test_two_meshes_train_at_once(
             result = results[global_rank]
             assert result.pop("node") == nodes[inner]
             # The host collectives of FSDP are those of one machine, which a mesh shares with ranks outside of it.
-            assert {*result.pop("local")} == ({per_machine == "4"} if "fsdp" in sizes else set())
+            assert result.pop("local") == (per_machine == "4")
             assert PAIRS[result.pop("which")] == sizes
             assert equal(result, two[inner][named(sizes)])
 

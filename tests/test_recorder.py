@@ -68,4 +68,5 @@ def test_compiled_code_is_recorded() -> None:
 def test_only_collectives_are_in_the_namespace_that_is_recorded() -> None:
     """The recorder takes each operation of `meshwright::` for a collective, so kernels have another namespace."""
     ours = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("meshwright::")}
-    assert ours == {"meshwright::all_gather", "meshwright::reduce_scatter"}
+    into, new = ("all_gather", "reduce_scatter", "all_reduce"), ("all_gather_into_tensor", "reduce_scatter_tensor")
+    assert ours == {f"meshwright::{name}" for name in (*into, *new, "all_to_all_single")}

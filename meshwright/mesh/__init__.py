@@ -24,6 +24,7 @@ from ..watch import named, names_lost_ranks, waiting_at
 from .collectives import all_gather
 from .hosts import rounds
 from .joining import device_of, from_torchrun, join
+from .local_collectives import all_reduce_, serve, serves
 from .memory_limits import Memory, memory_of
 from .part import global_ranks, is_part, new_group, own_store
 
@@ -156,14 +157,16 @@ class Mesh:
         if is_part(self.ranks):
             members = next([self.ranks[rank] for rank in ranks] for ranks in parts if self.rank in ranks)
             with waiting_at(at):
-                return new_group(members, self.timeout, backend or dist.get_default_backend_for_device(self.device))
-        own: list[Any] = []
-        for ranks in parts:
-            with waiting_at(at):
-                group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-            if self.rank in ranks:
-                own.append(group)
-        return own[0]
+                own = new_group(members, self.timeout, backend or dist.get_default_backend_for_device(self.device))
+        else:
+            made = []
+            for ranks in parts:
+                with waiting_at(at):
+                    made.append((dist.new_group(list(ranks), timeout=self.timeout, backend=backend), ranks))
+            own = next(group for group, ranks in made if self.rank in ranks)
+        if self.device == self.host:
+            serve(own, self.global_node, own_store(self.ranks), self.timeout)
+        return own
 
     @cached_property
     def _group_over(self) -> dict[tuple[str, ...], Any]:
@@ -204,7 +207,7 @@ class Mesh:
         """All-reduce `x` in place: sum over the ranks of a declared `Sum`."""
         if self.size_of(over.axes) > 1:
             with waiting_at(over.name):
-                dist.all_reduce(x, group=self.process_group(over.axes))
+                self._all_reduce_(x, "sum", self.process_group(over.axes))
         return x
 
     def all_reduce_max_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
@@ -212,8 +215,14 @@ class Mesh:
         axes = DENSE if axes is None else axes
         if self.size_of(axes) > 1:
             with waiting_at(at):
-                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(axes))
+                self._all_reduce_(x, "max", self.process_group(axes))
         return x
+
+    def _all_reduce_(self, x: Tensor, op: str, group: dist.ProcessGroup) -> None:
+        if serves(group):
+            all_reduce_(x, op, group)
+        else:
+            dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
 
     def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "an all-gather of rows") -> Tensor:
         """All-gather the rows `[n, ...]` of every rank of `axes`, in order.

@@ -1,7 +1,8 @@
 """Differentiable collectives (all-gather, reduce-scatter, all-to-all) for doors, with the backward of each.
 
 They are torch's functional collectives, because compilers, selective checkpointing and the recorder of `verify` can see
-them. Splits act on dim 0, which is always the tokens. `at` is the name of the door, for errors about lost ranks.
+them. CPU ranks of one machine use those of the same names in mesh/local_collectives.py. Splits act on dim 0, which is
+always the tokens. `at` is the name of the door, for errors about lost ranks.
 """
 
 from __future__ import annotations
@@ -16,26 +17,49 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..watch import waiting_at
+from .local_collectives import serves_named
 
 _c10d = torch.ops._c10d_functional
 
 # Every collective that Meshwright uses. Their results must not be read before `wait_tensor`.
 OPS = [
-    _c10d.all_gather_into_tensor.default,
-    _c10d.reduce_scatter_tensor.default,
-    _c10d.all_to_all_single.default,
+    *(
+        op.default
+        for space in (_c10d, torch.ops.meshwright)
+        for op in (space.all_gather_into_tensor, space.reduce_scatter_tensor, space.all_to_all_single)
+    ),
     _c10d.wait_tensor.default,
 ]
 
 
+class _Process:
+    """The choice of this process."""
+
+    compiles_layers = False
+
+
+def keep_traceable() -> None:
+    """Use only torch's functional collectives from now on, because this process compiles layers.
+
+    The choice holds for layers that run uncompiled too: another rank may run the same layer compiled, for another
+    length of its tokens, and both must use the same connections.
+    """
+    _Process.compiles_layers = True
+
+
+def _ops_for(group: str) -> Any:
+    """Return the namespace of the collectives that serve a group."""
+    return torch.ops.meshwright if not _Process.compiles_layers and serves_named(group) else _c10d
+
+
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """All-gather x along dim 0."""
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group))
+    return _c10d.wait_tensor(_ops_for(group).all_gather_into_tensor(x.contiguous(), size, group))
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """Reduce-scatter x along dim 0, summing."""
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    return _c10d.wait_tensor(_ops_for(group).reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
 def broadcast_each_(parts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup, at: str) -> None:
@@ -56,7 +80,7 @@ def all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor
 
 def start_all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     """Start an all-to-all that nothing has waited for yet."""
-    return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
+    return _ops_for(group).all_to_all_single(x.contiguous(), outs, ins, group)
 
 
 class AllGather(Function):

@@ -1,48 +1,65 @@
-"""All-gather and reduce-scatter between CPU ranks of one machine, in a third to two thirds of gloo's time.
+"""Collectives between CPU ranks of one machine, over Unix sockets (mesh/local_sockets.py).
 
 gloo gathers into a buffer and copies from it, and implements reduce-scatter as a full reduction on every rank. These
-two send parts from their place in memory, and receive parts of other ranks directly into place. Both are registered as
-torch ops, so that the recorder of `verify` counts one collective and not its sends.
+send parts from their place in memory, and receive parts of other ranks directly into place. Sums are added up in the
+order of ranks. All are synchronous. They are registered as torch ops, so that the recorder of `verify`, selective
+checkpointing and compilers can see them; those that return a tensor are named as torch's functional collectives.
 """
 
 from __future__ import annotations
 
+import datetime
 import signal
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.library import Library
 
 from ..ops.part_sizes import part_size
 from ..watch import deferred_signal
+from .local_sockets import AVAILABLE, LocalSockets
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor own_rows, str group) -> ()")
 _LIBRARY.define("reduce_scatter(Tensor(a!) out, Tensor summands, str group) -> ()")
+_LIBRARY.define("all_reduce(Tensor(a!) x, str op, str group) -> ()")
+_LIBRARY.define("all_gather_into_tensor(Tensor x, int size, str group) -> Tensor")
+_LIBRARY.define("reduce_scatter_tensor(Tensor x, str op, int size, str group) -> Tensor")
+_LIBRARY.define("all_to_all_single(Tensor x, SymInt[] outs, SymInt[] ins, str group) -> Tensor")
 
 _PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # elements of each rank that are received at once
+_WHOLE = part_size(__name__, "_WHOLE", 1 << 13, small=5)  # elements up to which an all-reduce sends all to all ranks
 
-# The number of collectives that each group has run serves as their tag. Ranks that have diverged then time out, instead
-# of mistaking one rank's gradients for another's weights.
-_TURNS: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-
-# gloo aborts when a pending transfer is garbage-collected. So transfers that an error has interrupted stay referenced.
-_INTERRUPTED: list[Any] = []
+_SOCKETS: WeakKeyDictionary[dist.ProcessGroup, LocalSockets] = WeakKeyDictionary()
+_GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # those served, by name
 
 
-def serves(group: dist.ProcessGroup, device: torch.device, node: range) -> bool:
-    """Return whether these collectives serve a group: CPU tensors, over gloo, within one machine.
+def serve(group: dist.ProcessGroup, node: range, store: Store, timeout: datetime.timedelta) -> None:
+    """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine.
 
     Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
     every other rank.
     """
-    is_local = all(rank in node for rank in dist.get_process_group_ranks(group))
-    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group) and is_local
+    ranks = dist.get_process_group_ranks(group)
+    if AVAILABLE and "cpu:gloo" in dist.get_backend_config(group) and all(rank in node for rank in ranks):
+        store = PrefixStore("local sockets", store)
+        _GROUPS[group.group_name] = group
+        _SOCKETS[group] = LocalSockets(group.group_name, ranks, group.rank(), store, timeout)
+
+
+def serves(group: dist.ProcessGroup) -> bool:
+    """Return whether these collectives serve a group."""
+    return group in _SOCKETS
+
+
+def serves_named(name: str) -> bool:
+    """Return whether these collectives serve the group of this name."""
+    return name in _GROUPS
 
 
 def all_gather_into(out: Tensor, own_rows: Tensor, group: dist.ProcessGroup) -> None:
@@ -51,60 +68,104 @@ def all_gather_into(out: Tensor, own_rows: Tensor, group: dist.ProcessGroup) -> 
 
 
 def reduce_scatter_into(out: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `out` with this rank's part of the sum over all ranks, added up in the order of ranks."""
+    """Fill `out` with this rank's part of the sum over all ranks."""
     torch.ops.meshwright.reduce_scatter(out, summands, group.group_name)
 
 
+def all_reduce_(x: Tensor, op: str, group: dist.ProcessGroup) -> None:
+    """Replace a contiguous `x` by the "sum" or the "max" over all ranks."""
+    torch.ops.meshwright.all_reduce(x, op, group.group_name)
+
+
 def _all_gather(out: Tensor, own_rows: Tensor, name: str) -> None:
-    group = _named(name)
+    group = _GROUPS[name]
     slots = out.chunk(group.size())
     own_slot = slots[group.rank()]
     if own_slot.data_ptr() != own_rows.data_ptr():
         own_slot.copy_(own_rows)
-    # A rank that is interrupted in between would receive the rest as its next transfer.
-    with deferred_signal(signal.SIGINT):
-        _swap([own_slot] * len(slots), slots, group, _tag(group, "gather"))
+    _exchange([own_slot] * len(slots), slots, group)
 
 
 def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
-    """Receive and add up piece by piece: buffers stay small, and a piece is added while it is in the cache."""
-    group = _named(name)
+    group = _GROUPS[name]
+    _add_up(out, summands.chunk(group.size()), "sum", group)
+
+
+def _all_reduce(x: Tensor, op: str, name: str) -> None:
+    """Send all to all ranks, or for a large tensor to each rank the part that it adds up."""
+    group = _GROUPS[name]
+    flat = x.view(-1)
+    if x.numel() <= _WHOLE:
+        _add_up(flat, [flat] * group.size(), op, group)
+        return
+    parts = flat.tensor_split(group.size())
+    own_part = parts[group.rank()]
+    _add_up(own_part, parts, op, group)
+    _exchange([own_part] * group.size(), parts, group)
+
+
+def _add_up(out: Tensor, parts: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> None:
+    """Send each rank its part, and add up what the ranks send, in their order. `out` may be this rank's own part.
+
+    This happens piece by piece: buffers stay small, and a piece is added while it is in the cache.
+    """
     own_rank, buffers = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
-    parts = [part.split(_PIECE) for part in summands.chunk(group.size())]
-    tag = _tag(group, "sum")
-    with deferred_signal(signal.SIGINT):
-        for total, *sent in zip(out.split(_PIECE), *parts, strict=True):
-            received = [part if rank == own_rank else buffers[rank, : part.numel()] for rank, part in enumerate(sent)]
-            _swap(sent, received, group, tag)
-            total.copy_(received[0])
-            for part in received[1:]:
-                total.add_(part)
+    add = Tensor.add_ if op == "sum" else _maximum_
+    num_pieces = max(-(-part.numel() // _PIECE) for part in parts)
+    for piece in range(num_pieces):
+        at = slice(piece * _PIECE, (piece + 1) * _PIECE)
+        total, sent = out[at], [part[at] for part in parts]
+        received = [buffer[: total.numel()] for buffer in buffers]
+        received[own_rank].copy_(sent[own_rank])
+        _exchange(sent, received, group)
+        total.copy_(received[0])
+        for part in received[1:]:
+            add(total, part)
 
 
-def _swap(sent: Sequence[Tensor], got: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
-    """Send each other rank its part, and receive the part that it has for this rank."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    pending: list[Any] = []
-    try:
-        pending += (dist.irecv(got[rank], group=group, group_src=rank, tag=tag) for rank in others)
-        pending += (dist.isend(sent[rank], group=group, group_dst=rank, tag=tag) for rank in others)
-        for work in pending:
-            work.wait()
-    except BaseException:
-        _INTERRUPTED.append((pending, sent, got))
-        raise
+def _maximum_(total: Tensor, part: Tensor) -> None:
+    torch.maximum(total, part, out=total)
 
 
-def _tag(group: dist.ProcessGroup, kind: str) -> int:
-    """Return a new tag for each collective of a group. 0 is the tag of all other transfers."""
-    num_runs = _TURNS.setdefault(group, Counter())
-    num_runs[kind] += 1
-    return 1 + 2 * (num_runs[kind] % (1 << 20)) + (kind == "sum")
+def _all_gather_into_tensor(x: Tensor, size: int, name: str) -> Tensor:
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    _all_gather(out, x, name)
+    return out
 
 
-def _named(name: str) -> dist.ProcessGroup:
-    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+def _reduce_scatter_tensor(x: Tensor, op: str, size: int, name: str) -> Tensor:
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    _add_up(out.view(-1), x.view(-1).chunk(size), op, _GROUPS[name])
+    return out
 
 
-_LIBRARY.impl("all_gather", _all_gather, "CPU")
-_LIBRARY.impl("reduce_scatter", _reduce_scatter, "CPU")
+def _all_to_all_single(x: Tensor, outs: Sequence[int], ins: Sequence[int], name: str) -> Tensor:
+    group, out = _GROUPS[name], x.new_empty(sum(outs), *x.shape[1:])
+    sent, received = x.split([*ins]), out.split([*outs])
+    received[group.rank()].copy_(sent[group.rank()])
+    _exchange(sent, received, group)
+    return out
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        _SOCKETS[group].exchange(sent, received)
+
+
+def _implement(name: str, function: Callable[..., Tensor | None]) -> None:
+    """Register the implementation of an op. An interrupt waits until its end: the other ranks would take this rank's
+    next collective for the rest of this one."""
+
+    def uninterrupted(*args: Any) -> Tensor | None:
+        with deferred_signal(signal.SIGINT):
+            return function(*args)
+
+    _LIBRARY.impl(name, uninterrupted, "CPU")
+
+
+_implement("all_gather", _all_gather)
+_implement("reduce_scatter", _reduce_scatter)
+_implement("all_reduce", _all_reduce)
+_implement("all_gather_into_tensor", _all_gather_into_tensor)
+_implement("reduce_scatter_tensor", _reduce_scatter_tensor)
+_implement("all_to_all_single", _all_to_all_single)

@@ -76,7 +76,7 @@ def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mes
         )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # a plain SUM, not a pre-scaled one, which gloo lacks
-        if serves(fsdp_mesh.get_group(-1), mesh.device, mesh.global_node):
+        if serves(fsdp_mesh.get_group(-1)):
             sharded.set_custom_all_gather(GatheredOnHost())
             sharded.set_custom_reduce_scatter(SummedOnHost())
         if options.narrow:

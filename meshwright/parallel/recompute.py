@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..mesh.collectives import OPS
+from ..mesh.collectives import OPS, keep_traceable
 from ..models import Decoder, Layer, TowerBlock
 from ..recipe import MemoryOptions
 from ..sharding import Dispatch, Door, Halo, Join, Swap, find_doors
@@ -54,6 +54,8 @@ def arm(model: Decoder, memory: MemoryOptions) -> None:
     mark(model, memory)
     if memory.recompute == "none" and not memory.compiled:
         return
+    if memory.compiled:
+        keep_traceable()
     for layer in model.every_layer:
         if not isinstance(layer, Layer):
             raise ConfigError(

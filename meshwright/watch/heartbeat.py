@@ -47,7 +47,13 @@ _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1])) 
 
 # FSDP calls this code of ours to communicate, so a rank that waits there waits in FSDP.
 _SENDS = tuple(
-    os.path.join(*at) for at in (("mesh", "local_collectives.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
+    os.path.join(*at)
+    for at in (
+        ("mesh", "local_sockets.py"),
+        ("mesh", "local_collectives.py"),
+        ("parallel", "fsdp.py"),
+        ("verify", "recorder.py"),
+    )
 )
 
 
