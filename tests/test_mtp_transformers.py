@@ -24,7 +24,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 import meshwright as mw
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 from tests.words import words
 
 # transformers' fields, which Qwen's files do not have. They count for its text model.
@@ -122,7 +122,9 @@ def test_transformers_has_no_head_of_residual_streams(tmp_path: Path) -> None:
 TEXT = (Path(__file__).parents[1] / "examples" / "text" / "lighthouse.txt").read_text("utf-8")[:240]  # of the demo
 TOKENS = [byte for byte in " ".join(TEXT.split()).encode() if byte < 131]
 PROMPT, NUM_NEW = TOKENS[40:60], 60
-KINDS = {"full": (["full_attention"] * 3, 240), "hybrid": (LAST_FULL["layer_types"], 130)}  # layers and steps
+# Layers and steps. Training takes most of the time of this file, so `make test` trains one kind.
+KINDS = {"full": (["full_attention"] * 3, 240), **({"hybrid": (LAST_FULL["layer_types"], 130)} if parts.ALL else {})}
+of_matrix = pytest.mark.skipif(not parts.ALL, reason="a trained hybrid model is part of make matrix")
 
 
 def trained(model: mw.Model, steps: int, *, length: int = 96) -> None:
@@ -230,6 +232,7 @@ def test_transformers_accepts_more_drafts_of_a_trained_head(exports: Path, monke
     assert shares["trained"] > 0.5
 
 
+@of_matrix
 def test_a_hybrid_model_accepts_more_drafts_too(exports: Path) -> None:
     """Reckon along the text of the trunk, since transformers does not generate with the heads of these models."""
     shares = {}
@@ -243,6 +246,7 @@ def test_a_hybrid_model_accepts_more_drafts_too(exports: Path) -> None:
     assert shares["trained"] > 0.5
 
 
+@of_matrix
 def test_transformers_refuses_to_draft_for_hybrid_models(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show why: a rejected draft stays in the state of delta nets, since `crop` of its cache leaves that as it is."""
     model, _ = loaded(exports / "hybrid" / "drawn")
