@@ -85,7 +85,9 @@ def _of_rank(folder: str, case: Case) -> int:
     return most_of(profiled)
 
 
-def _without_buffers(out: torch.Tensor, parts: Sequence[torch.Tensor], _op: str, group: dist.ProcessGroup) -> None:
+def _without_buffers(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], _op: str, group: dist.ProcessGroup, _what: str
+) -> None:
     """Stand in for a sum over ranks, which on the host receives into buffers that NCCL does not need."""
     out.copy_(parts[group.rank()])
 

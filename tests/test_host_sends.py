@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 import meshwright as mw
 from meshwright.mesh import local_collectives, local_sockets
 from meshwright.mesh.collectives import all_gather, all_to_all, reduce_scatter
-from meshwright.mesh.local_collectives import all_gather_into, all_reduce_, reduce_scatter_into, serve, serves
+from meshwright.mesh.local_collectives import (
+    all_gather_into,
+    all_reduce_,
+    reduce_scatter_into,
+    serve,
+    serves,
+    serves_named,
+)
 from meshwright.mesh.part import own_store
 from meshwright.verify import Recorder
 from tests import tiny, worlds
@@ -59,7 +69,8 @@ def sums(size: int) -> None:
         reduce_scatter_into(out, local, group)
         assert torch.equal(out, total.chunk(size)[group.rank()])
         assert torch.equal(local, everybodys[group.rank()]), "what is summed stays as it was"
-        for num in (1, 5, 6, NUM * size):  # _WHOLE is 5: up to there whole, beyond in uneven parts
+        # _WHOLE is 5: up to there whole, beyond in uneven parts, of which some have a piece more than others.
+        for num in (1, 5, 6, 7, min(16, NUM * size), NUM * size):
             x = local[:num].clone()
             all_reduce_(x, "sum", group)
             assert torch.equal(x, total[:num])
@@ -118,10 +129,19 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    serve(group, range(3), own_store(range(3)), datetime.timedelta(seconds=5))
-    out = torch.zeros(2 * NUM)
-    all_gather_into(out, numbers(dist.get_rank(), torch.float32), group)
+    store = own_store(range(3))
+    # An earlier start has left the address of a rank that is gone.
+    store.set(f"local sockets/{group.group_name}/0", "\0meshwright-gone")
+    serve(group, range(3), store, datetime.timedelta(seconds=5))
+    out, own = torch.zeros(2 * NUM), numbers(dist.get_rank(), torch.float32)
+    if group.rank() == 0:
+        time.sleep(0.2)
+    all_gather_into(out, own, group)
     assert torch.equal(out, torch.cat([numbers(rank, torch.float32) for rank in (1, 2)]))
+    if group.rank() == 0:  # errors have global ranks
+        return
+    with pytest.raises(dist.DistBackendError, match="rank 1 has closed its connection"):
+        all_gather_into(out, own, group)
 
 
 @worlds.world(2)
@@ -148,7 +168,7 @@ def test_a_gather_that_is_broken_off_ends_the_group_on_all_ranks() -> None:
         else:
             with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
                 twice(all_gather_into, whole, own, group)  # rank 0 may have sent its part of the first
-    with pytest.raises(dist.DistBackendError, match="were closed by an error"):
+    with pytest.raises(dist.DistBackendError, match="an error closed the connections of ranks"):
         all_gather_into(whole, own, group)
     gathers(2)  # a new group
 
@@ -187,37 +207,154 @@ def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatc
 
 
 def apart(kind: str) -> str:
-    """One rank gathers where the other sums, or is a gather further: what it got, or its error."""
+    """One rank does something else than the other gathers: what it got, or its error."""
     group = mw.Mesh(fsdp=2, device="cpu", timeout_s=2.0).process_group(("fsdp",))
-    whole = torch.full((2 * NUM,), float(group.rank()))
+    rank, whole = group.rank(), torch.full((2 * NUM,), float(group.rank()))
     try:
-        if kind == "a smaller sum" and group.rank() == 0:
-            reduce_scatter_into(torch.empty(NUM - 1), whole[2:], group)
-            return "summed"
-        if kind == "a gather further" and group.rank() == 0:
-            local_collectives._SOCKETS[group]._turn += 1
-        if kind == "nothing" and group.rank() == 0:
-            time.sleep(4)
-            return "nothing"
-        if kind == "the end" and group.rank() == 0:
-            os._exit(3)
-        all_gather_into(whole, whole.chunk(2)[group.rank()], group)
+        if rank == 0:
+            PARTED[kind](whole, group)
+            return kind
+        all_gather_into(whole, whole.chunk(2)[rank], group)
     except dist.DistBackendError as error:
         return f"error: {error}"
     return "gathered"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("a smaller sum", "rank 0 sends 24 bytes in its exchange 1 of the group, but this rank expects 28 bytes in ex"),
-        ("a gather further", "rank 0 sends 28 bytes in its exchange 2 of the group, but this rank expects 28 bytes in"),
-        ("nothing", "no connection to rank 0 within 2 s"),
-    ],
-)
-def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str, message: str) -> None:
+def a_gather_further(whole: Tensor, group: dist.ProcessGroup) -> None:
+    local_collectives._SOCKETS[group]._turn += 1
+    all_gather_into(whole, whole[:NUM], group)
+
+
+# What rank 0 does, and what rank 1 reads then.
+PARTED: dict[str, Callable[[Tensor, dist.ProcessGroup], Any]] = {
+    "a smaller sum": lambda whole, group: reduce_scatter_into(torch.empty(NUM - 1), whole[2:], group),
+    "a sum of the same size": lambda whole, group: reduce_scatter_into(torch.empty(NUM), whole, group),
+    "another dtype": lambda whole, group: all_gather_into(whole.int(), whole[:NUM].int(), group),
+    "a gather further": a_gather_further,
+    "nothing": lambda *_: time.sleep(4),
+}
+EXPECTED = {
+    "a smaller sum": "rank 0 sends 24 bytes of float32 sum, reduce_scatter in exchange 1 of the group, but this rank "
+    "expects 28 bytes of float32 all_gather in exchange 1 of the group",
+    "a sum of the same size": "rank 0 sends 28 bytes of float32 sum, reduce_scatter in exchange 1",
+    "another dtype": "rank 0 sends 28 bytes of int32 all_gather in exchange 1",
+    "a gather further": "in exchange 2 of the group, but this rank expects 28 bytes of float32 all_gather in exchange",
+    "nothing": "no connection to rank 0 within 2 s",
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str) -> None:
     assert "gathered" not in (answers := worlds.run(2, apart, kind))
-    assert message in answers[1]
+    assert EXPECTED[kind] in answers[1]
+
+
+@worlds.world(2)
+def test_an_op_that_fails_before_it_sends_ends_the_group() -> None:
+    group = world(2)
+    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+    if group.rank() == 0:
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            all_gather_into(whole, own[1:], group)
+        with pytest.raises(dist.DistBackendError, match=r"an error closed the connections .* RuntimeError"):
+            all_gather_into(whole, own, group)
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+            twice(all_gather_into, whole, own, group)
+
+
+def leaves_a_child(how: str) -> float:
+    """Rank 0 forks a child that lives on, and then fails or dies. Return how long rank 1 waits."""
+    group = mw.Mesh(fsdp=2, device="cpu", timeout_s=20.0).process_group(("fsdp",))
+    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+    if group.rank() == 0:
+        if not os.fork():
+            time.sleep(6)
+            os._exit(0)
+        if how == "dies":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            all_gather_into(whole, own[1:], group)
+        return 0.0
+    started = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+        twice(all_gather_into, whole, own, group)
+    (Path(os.environ["SENDS_AT"]) / "waited").write_text(str(time.monotonic() - started))
+    return 0.0
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_a_forked_child_keeps_no_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("SENDS_AT", str(tmp_path))
+    with contextlib.suppress(mw.RankError):
+        worlds.run(2, leaves_a_child, how)
+    assert float((tmp_path / "waited").read_text()) < 5
+
+
+@worlds.world(2)
+def test_a_signal_handler_cannot_send_within_a_collective() -> None:
+    """It would wait for its own rank, without a time limit."""
+    group, seen = world(2), list[str]()
+    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+
+    def handler(*_: object) -> None:
+        try:
+            all_gather_into(whole.clone(), own, group)
+        except dist.DistBackendError as error:
+            seen.append(str(error))
+
+    if group.rank() == 0:
+        signal.signal(signal.SIGUSR1, handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(dist.DistBackendError):
+            all_gather_into(whole, own, group)
+        assert seen == ["a signal handler must not run a collective within another one"]
+    else:
+        time.sleep(1.5)
+        with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+            twice(all_gather_into, whole, own, group)
+
+
+@worlds.world(2)
+def test_a_broken_pipe_is_an_error_even_if_the_signal_would_end_the_process() -> None:
+    group = world(2)
+    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if group.rank() == 0:
+        local_collectives._SOCKETS[group].close()
+        return
+    time.sleep(0.5)
+    with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+        all_gather_into(whole, own, group)
+
+
+@worlds.world(2)
+def test_inputs_that_require_gradients_are_sent_too() -> None:
+    group = world(2)
+    rows = torch.ones(4, 3, requires_grad=True)
+    assert torch.equal(all_gather(rows, 2, group.group_name), torch.ones(8, 3))
+    assert torch.equal(reduce_scatter(rows, 2, group.group_name), torch.full((2, 3), 2.0))
+    assert torch.equal(all_to_all(rows, [2, 2], [2, 2], group.group_name), torch.ones(4, 3))
+
+
+@worlds.world(2)
+def test_a_group_that_gets_an_earlier_name_is_not_served() -> None:
+    mesh = mw.Mesh(fsdp=2, device="cpu")
+    name = mesh.process_group(("fsdp",)).group_name
+    assert serves_named(name)
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore("again", store), rank=rank, world_size=2)
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    assert name in [group.group_name for group in groups]
+    assert not serves_named(name)
+    assert mesh.axes.world == 2  # the mesh is alive, and so are its groups
 
 
 @worlds.world(2)
@@ -239,7 +376,7 @@ def test_a_rank_that_stays_away_or_leaves_is_named() -> None:
 @worlds.world(2)
 def test_processes_of_other_users_are_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
     group = mw.Mesh(fsdp=2, device="cpu", timeout_s=1.0).process_group(("fsdp",))
-    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
     with pytest.raises(dist.DistBackendError, match=r"another user's process answers|no connection from ranks"):
         all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
 
@@ -267,11 +404,17 @@ def test_every_collective_of_a_step_is_sent_so(tmp_path: Path, mesh: dict[str, i
 
 @worlds.world(2)
 def test_groups_over_several_machines_go_their_own_way() -> None:
+    """By the launcher's numbers, or because one rank is on another machine. All ranks decide alike."""
     world(2)
-    group = dist.new_group([0, 1])
-    serve(group, range(1), own_store(range(2)), datetime.timedelta(seconds=5))
-    assert not serves(group)
-    assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))
-    serve(group, range(2), own_store(range(2)), datetime.timedelta(seconds=5))
+    group, limit = dist.new_group([0, 1]), datetime.timedelta(seconds=5)
+    with pytest.MonkeyPatch.context() as patch:
+        serve(group, range(1), own_store(range(2)), limit)
+        assert not serves(group)
+        if group.rank():
+            patch.setattr(local_sockets.os, "geteuid", lambda: 12_345)
+        serve(group, range(2), own_store(range(2)), limit)
+        assert not serves(group)
+        assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))
+    serve(group, range(2), own_store(range(2)), limit)
     assert serves(group)
     assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))

@@ -48,7 +48,7 @@ OTHERS = {
     },
     "calls to the system or to others, who cut by themselves": {
         "checkpoint.copy._FILES_AT_ONCE",
-        "checkpoint.copy._PART_BYTES", "data.vision_files._ORIENTATION",
+        "checkpoint.copy._PART_BYTES", "data.vision_files._ORIENTATION", "mesh.local_sockets._LONGEST_POLL_MS",
     },
     "how many ranks are a group of hosts, which tests/test_hosts.py varies": {"mesh.hosts.MOST"},
     "a limit of what is accepted": {

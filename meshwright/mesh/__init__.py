@@ -164,7 +164,7 @@ class Mesh:
                 with waiting_at(at):
                     made.append((dist.new_group(list(ranks), timeout=self.timeout, backend=backend), ranks))
             own = next(group for group, ranks in made if self.rank in ranks)
-        if self.device == self.host:
+        if self.device.type == "cpu":
             serve(own, self.global_node, own_store(self.ranks), self.timeout)
         return own
 

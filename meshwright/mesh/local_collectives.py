@@ -2,8 +2,9 @@
 
 gloo gathers into a buffer and copies from it, and implements reduce-scatter as a full reduction on every rank. These
 send parts from their place in memory, and receive parts of other ranks directly into place. Sums are added up in the
-order of ranks. All are synchronous. They are registered as torch ops, so that the recorder of `verify`, selective
-checkpointing and compilers can see them; those that return a tensor are named as torch's functional collectives.
+order of ranks. All are synchronous. They are registered as torch ops, so that the recorder of `verify` and selective
+checkpointing see them. Those that return a tensor are named as torch's functional collectives, which compilers can
+trace and these not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.library import Library
 
 from ..ops.part_sizes import part_size
 from ..watch import deferred_signal
-from .local_sockets import AVAILABLE, LocalSockets
+from .local_sockets import LocalSockets, machine_number
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor own_rows, str group) -> ()")
@@ -40,16 +41,23 @@ _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # 
 
 
 def serve(group: dist.ProcessGroup, node: range, store: Store, timeout: datetime.timedelta) -> None:
-    """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine.
+    """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine. All ranks of the group
+    call it, and decide alike.
 
     Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
-    every other rank.
+    every other rank. `node`: the ranks of this machine, as the launcher numbers them. Without a launcher these are all
+    ranks, so the ranks also compare their machines.
     """
-    ranks = dist.get_process_group_ranks(group)
-    if AVAILABLE and "cpu:gloo" in dist.get_backend_config(group) and all(rank in node for rank in ranks):
-        store = PrefixStore("local sockets", store)
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return
+    number = machine_number(rank) if all(each in node for each in ranks) else rank
+    most = torch.tensor([number, -number])
+    if group.size() > 1:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    if most.sum() == 0:
         _GROUPS[group.group_name] = group
-        _SOCKETS[group] = LocalSockets(group.group_name, ranks, group.rank(), store, timeout)
+        _SOCKETS[group] = LocalSockets(group.group_name, ranks, rank, PrefixStore("local sockets", store), timeout)
 
 
 def serves(group: dist.ProcessGroup) -> bool:
@@ -58,8 +66,10 @@ def serves(group: dist.ProcessGroup) -> bool:
 
 
 def serves_named(name: str) -> bool:
-    """Return whether these collectives serve the group of this name."""
-    return name in _GROUPS
+    """Return whether these collectives serve the group of this name. After `destroy_process_group` torch gives the
+    same names again."""
+    group = _GROUPS.get(name)
+    return group is not None and group is torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def all_gather_into(out: Tensor, own_rows: Tensor, group: dist.ProcessGroup) -> None:
@@ -83,12 +93,12 @@ def _all_gather(out: Tensor, own_rows: Tensor, name: str) -> None:
     own_slot = slots[group.rank()]
     if own_slot.data_ptr() != own_rows.data_ptr():
         own_slot.copy_(own_rows)
-    _exchange([own_slot] * len(slots), slots, group)
+    _exchange([own_slot] * len(slots), slots, group, "all_gather")
 
 
 def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
     group = _GROUPS[name]
-    _add_up(out, summands.chunk(group.size()), "sum", group)
+    _add_up(out, summands.chunk(group.size()), "sum", group, "reduce_scatter")
 
 
 def _all_reduce(x: Tensor, op: str, name: str) -> None:
@@ -96,18 +106,19 @@ def _all_reduce(x: Tensor, op: str, name: str) -> None:
     group = _GROUPS[name]
     flat = x.view(-1)
     if x.numel() <= _WHOLE:
-        _add_up(flat, [flat] * group.size(), op, group)
+        _add_up(flat, [flat] * group.size(), op, group, "all_reduce")
         return
     parts = flat.tensor_split(group.size())
     own_part = parts[group.rank()]
-    _add_up(own_part, parts, op, group)
-    _exchange([own_part] * group.size(), parts, group)
+    _add_up(own_part, parts, op, group, "all_reduce in parts")
+    _exchange([own_part] * group.size(), parts, group, "all_gather of sums")
 
 
-def _add_up(out: Tensor, parts: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> None:
+def _add_up(out: Tensor, parts: Sequence[Tensor], op: str, group: dist.ProcessGroup, what: str) -> None:
     """Send each rank its part, and add up what the ranks send, in their order. `out` may be this rank's own part.
 
-    This happens piece by piece: buffers stay small, and a piece is added while it is in the cache.
+    `what`: the collective. Parts travel piece by piece: buffers stay small, and a piece is added while it is in the
+    cache.
     """
     own_rank, buffers = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
     add = Tensor.add_ if op == "sum" else _maximum_
@@ -117,7 +128,7 @@ def _add_up(out: Tensor, parts: Sequence[Tensor], op: str, group: dist.ProcessGr
         total, sent = out[at], [part[at] for part in parts]
         received = [buffer[: total.numel()] for buffer in buffers]
         received[own_rank].copy_(sent[own_rank])
-        _exchange(sent, received, group)
+        _exchange(sent, received, group, f"{op}, {what}")
         total.copy_(received[0])
         for part in received[1:]:
             add(total, part)
@@ -134,8 +145,10 @@ def _all_gather_into_tensor(x: Tensor, size: int, name: str) -> Tensor:
 
 
 def _reduce_scatter_tensor(x: Tensor, op: str, size: int, name: str) -> Tensor:
+    if x.shape[0] % size:
+        raise ValueError(f"{x.shape[0]} rows cannot be shared out over {size} ranks")
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _add_up(out.view(-1), x.view(-1).chunk(size), op, _GROUPS[name])
+    _add_up(out.view(-1), x.view(-1).chunk(size), op, _GROUPS[name], "reduce_scatter")
     return out
 
 
@@ -143,22 +156,31 @@ def _all_to_all_single(x: Tensor, outs: Sequence[int], ins: Sequence[int], name:
     group, out = _GROUPS[name], x.new_empty(sum(outs), *x.shape[1:])
     sent, received = x.split([*ins]), out.split([*outs])
     received[group.rank()].copy_(sent[group.rank()])
-    _exchange(sent, received, group)
+    _exchange(sent, received, group, "all_to_all")
     return out
 
 
-def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, what: str) -> None:
     if group.size() > 1:
-        _SOCKETS[group].exchange(sent, received)
+        dtype = str(sent[group.rank()].dtype).removeprefix("torch.")
+        _SOCKETS[group].exchange(sent, received, f"{dtype} {what}")
 
 
 def _implement(name: str, function: Callable[..., Tensor | None]) -> None:
-    """Register the implementation of an op. An interrupt waits until its end: the other ranks would take this rank's
-    next collective for the rest of this one."""
+    """Register the implementation of an op, whose last argument names the group.
+
+    An interrupt waits until its end, and an error closes the connections. Otherwise the other ranks would take this
+    rank's next collective for this one, or for the rest of it.
+    """
 
     def uninterrupted(*args: Any) -> Tensor | None:
-        with deferred_signal(signal.SIGINT):
-            return function(*args)
+        with deferred_signal(signal.SIGINT), torch.no_grad():
+            try:
+                return function(*args)
+            except BaseException as error:
+                if group := _GROUPS.get(args[-1]):
+                    _SOCKETS[group].fail(error)
+                raise
 
     _LIBRARY.impl(name, uninterrupted, "CPU")
 
