@@ -27,6 +27,7 @@ import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
 from meshwright.checkpoint.inspect import unlisted_files
 from meshwright.checkpoint.restore import Checkpoint
+from meshwright.checkpoint.save import RankFiles
 from meshwright.cli import main
 from meshwright.log import logger
 from meshwright.weights import extents_of_json
@@ -263,6 +264,19 @@ REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
     "nothing to resume": (mw.resume, words("not a directory", "give a checkpoint")),
     "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no complete checkpoint")),
 }  # fmt: skip
+
+
+def test_nothing_more_is_written_after_a_failure() -> None:
+    """The first failure counts. A later write that succeeds would hide it, and the checkpoint would be kept."""
+    failure, written = OSError("no space left"), list[str]()
+    content = SimpleNamespace(num_elements=lambda *_: 3, step=1, folder="out")
+    rank_files: Any = SimpleNamespace(content=content, mesh=SimpleNamespace(axes=None, rank=1))
+    rank_files._failure_of = lambda act: act()
+    acts = [lambda: written.append("first"), lambda: failure, lambda: written.append("third")]
+    assert RankFiles._write_all(rank_files, acts, []) is failure
+    assert written == ["first"]
+    assert isinstance(RankFiles._write_all(rank_files, acts, [2]), KeyboardInterrupt)
+    assert written == ["first"]
 
 
 def refusals(source: Path, at: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ DOCUMENTS = [[5, 6, 7, 1, 2], [3] * 7 + [100, 130], list(range(40, 70)), [8, 8]]
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("lora")
     return {name: tiny.directory(at / name, name) for name in tiny.ODD}
+
+
+@pytest.mark.parametrize(("plain", "full"), [([], ()), (["model.layers.0.mlp.gate_proj"], ("gate_proj",))])
+def test_targets_of_experts_are_short_where_no_plain_module_has_the_name(plain: list[str], full: tuple[str]) -> None:
+    """SGLang goes through the list for each tensor. A short name would also give an adapter to a plain module."""
+    stacks = [SimpleNamespace(module=f"m.{name}", experts=2) for name in ("gate_up_proj", "down_proj")]
+    targets: list[str] = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        targets += [f"m.{expert}.{name}" for expert in range(2)] if name in full else [name]
+    assert peft_files._expert_targets(stacks, plain) == targets  # type: ignore[arg-type]
 
 
 def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:

@@ -17,7 +17,7 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine.step_bill import step_bill
-from meshwright.plan import Figures, work_of
+from meshwright.plan import Figures, fit_advice, work_of
 from meshwright.recipe import MemoryOptions, Pipeline
 from meshwright.sharding import Charge, Stored
 from tests import parts, tiny, worlds
@@ -125,3 +125,12 @@ def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options:
     assert main(["plan", str(at), *options]) == 2
     err = capsys.readouterr().err
     assert re.search(message, " ".join(err.split())), err
+
+
+@pytest.mark.parametrize(("wide", "options"), [(512, ["bfloat16", "uint8"]), (264, ["bfloat16"])])
+def test_a_plan_suggests_no_state_that_its_mesh_cuts(wide: int, options: list[str]) -> None:
+    """Blocks of 8-bit state are 256 elements of a row, and tp=2 would cut them."""
+    config, axes = tiny.of("qwen3", hidden_size=512, intermediate_size=2 * wide), Axes(tp=2)
+    figures = Figures("a model", Blueprint.of(config), axes, work_of(axes, TOKENS, 1), 10**6)
+    suggested = [option for option, _ in fit_advice._narrower_state(figures)]
+    assert suggested == [f"--state-dtype {each}" for each in options]

@@ -24,6 +24,7 @@ from meshwright.train.config_docs import changed_fields, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
 from meshwright.train.lr_schedule import rate_jump, rate_rise, refusal, schedule
+from meshwright.train.run import _loop_options
 from tests import write_docs
 from tests.schemas import wrong_by_schema
 
@@ -467,3 +468,19 @@ def test_only_a_constant_rate_refuses_a_final_rate(schedule: str) -> None:
             config(final=default + 0.1)
         return
     assert config(final=default + 0.1).optim.final == default + 0.1
+
+
+def test_the_loop_gets_what_the_file_says(tmp_path: Path) -> None:
+    """Take values that differ from each other and from the defaults."""
+    sections = {
+        "save": dict(every=5, keep=3, keep_every=10, wait=True), "eval": dict(path="e", every=7, best=True),
+        "train": dict(early_stopping=4, on_nan="skip", time_limit=0.5, steps=9), "sample": dict(prompts=["a"], every=8),
+    }  # fmt: skip
+    sets = [f"{section}.{name}={value}" for section, of in sections.items() for name, value in of.items()]
+    (tmp_path / "run.toml").write_text(PLAIN)
+    options = vars(_loop_options(read(tmp_path / "run.toml", [text.replace("True", "true") for text in sets])))
+    assert options == dict(
+        save_every=5, keep=3, keep_every=10, wait=True, eval_every=7, best=True, patience=4, sample_every=8,
+        on_nan="skip", limit_s=1800.0,
+    )  # fmt: skip
+    assert vars(_loop_options(read(tmp_path / "run.toml", ["save.keep=all"])))["keep"] is None

@@ -8,15 +8,17 @@ define: how micro-batches make up a step, and how a step updates weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data import IGNORE
 from ..engine import Engine, Model, MtpRecord
-from ..models import PREFIX
+from ..models import PREFIX, text_config
 from ..optim import Optimizer
 from ..sharding import Param
 from ..weights import chosen
@@ -26,6 +28,7 @@ from .fp8_matmuls import q1_matmuls
 from .results import Finding, Margin, Notes
 
 if TYPE_CHECKING:
+    from ..engine.router import Router
     from .reference import ReferenceStep, Trial
 
 UPDATE = 1e-6  # of the lr: the error that rounding in float64 may cause in an update
@@ -43,6 +46,7 @@ def notes_of(
     notes = Notes()
     notes.findings += [*_labels(trial, notes), *_mean(steps[0].loss, sums, aux, trial, notes)]
     notes.findings += [*_first_aux(trial, engine, aux, notes), *_loads(trial, engine, steps, notes)]
+    notes.findings += _slopes(trial, engine, steps, notes)
     notes.findings += _rounded(engine, steps[0].grads)
     if trial.checks_fp8_matmuls:
         notes.add_findings("Q1", q1_matmuls(engine, trial.data(0, 0)[:1], notes))
@@ -157,6 +161,85 @@ def _loads(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: 
             )
     notes.add_margin(Margin("N1", "layers whose experts get top_k x tokens", len(expected) * len(steps)))
     yield from _routing(engine.model, trial, notes)
+
+
+class Slope(NamedTuple):
+    """What a router did in a micro-batch: the gradient that the aux loss gives each expert's probability, and how many
+    tokens chose each expert, over all layers. `slope_E` is None if the aux loss is not trained."""
+
+    slope_E: Tensor | None
+    count_E: Tensor
+
+
+@contextmanager
+def recorded_slopes(engine: Engine) -> Iterator[list[list[Slope]]]:
+    """Record the slopes of each router, by micro-batch."""
+    slopes: list[list[Slope]] = [[] for _ in engine._routers]
+    for router, recorded in zip(engine._routers, slopes, strict=True):
+        router.set_slope = partial(_recorded_slope, router, router.set_slope, recorded)  # type: ignore[method-assign]
+    try:
+        yield slopes
+    finally:
+        for router in engine._routers:
+            del router.set_slope
+
+
+def _recorded_slope(
+    router: Router, set_slope: Callable[[int, int], Tensor], slopes: list[Slope], *given: int
+) -> Tensor:
+    aux, counts = set_slope(*given), [count_E.double() for count_E in router.balance.counts.values()]
+    zeros_E = torch.zeros(router.balance.num_experts, dtype=torch.float64)
+    slopes.append(Slope(router.balance.slope_E, torch.stack(counts).sum(0) if counts else zeros_E))
+    return aux
+
+
+def _slopes(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: Notes) -> Iterator[Finding]:
+    """Check the gradient of the aux loss in each step, for the routers of the trunk and of an MTP head.
+
+    The loss is coefficient * E * sum(f_e * P_e), with P_e the mean probability of expert e over tokens and layers. So
+    each probability has the gradient coefficient * E * f_e / (tokens * layers). The coefficient is that of config.json,
+    for an MTP head times the weight of its loss. f_e is the share of tokens that chose expert e: in the micro-batch
+    ("pooled"), which then counts as one of several; or in the step before ("previous"), and in the first step k / E.
+    """
+    config, num_layers = text_config(engine.model.config), engine.router.balance.num_layers
+    if not config.get("output_router_logits") or not num_layers:
+        return
+    coefficient, k = float(config.get("router_aux_loss_coef", 0.001)), int(config["num_experts_per_tok"])
+    of_head = coefficient * engine.model.recipe.mtp_weight
+    parts = [("the trunk", slice(0, num_layers), coefficient), ("the MTP head", slice(num_layers, None), of_head)]
+    num, worst, allowed = 0, 0.0, trial.tolerance.loss
+    for number, step in enumerate(steps):
+        for (name, layers, factor), slopes in zip(parts, step.slopes, strict=False):
+            for slope_E, count_E in slopes:
+                load_E, tokens = count_E, count_E.sum() / k * len(slopes)
+                if trial.router_aux == "previous":
+                    load_E = steps[number - 1].loads[layers].sum(0) if number else torch.ones_like(count_E)
+                    tokens = step.loads[layers].sum() / k
+                if not load_E.any() or not tokens:  # no token of the micro-batch has a next one in its document
+                    continue
+                expected_E = factor * len(load_E) * load_E * k / load_E.sum() / tokens
+                actual_E = torch.zeros_like(expected_E) if slope_E is None else slope_E.double()
+                error, num = float((actual_E - expected_E).norm() / expected_E.norm()), num + 1
+                worst = max(worst, error)
+                if not error <= allowed:
+                    what = f"its gradients in step {number} are off by {error:.1e} from {factor:g} * E * f / tokens"
+                    yield Finding("S1", f"aux loss of {name}", what, "another coefficient, or shares of another step")
+    notes.add_margin(Margin("S1", "gradients of the aux loss, by micro-batch", num, worst, allowed))
+
+
+def new_weights_are_trained(
+    fresh: Mapping[str, Tensor], grads: Mapping[str, Tensor], notes: Notes
+) -> Iterator[Finding]:
+    """Check that each weight that the source lacks (an adapter, a new head) has a gradient; frozen it would stay as it
+    was drawn.
+
+    `fresh`: these weights, by key. `grads`: the gradients of the first step.
+    """
+    for key in fresh:
+        if key not in grads or not grads[key].any():
+            yield Finding("G1", key, "the source lacks it, and it has no gradient", "it is frozen, and stays as drawn")
+    if fresh:
+        notes.add_margin(Margin("G1", "new weights that have a gradient", len(fresh)))
 
 
 def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:

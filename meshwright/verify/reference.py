@@ -194,8 +194,8 @@ class ReferenceStep:
 
     `norms`: the norm of all gradients before clipping; with mtp="head" that of the trunk, and that of the MTP head.
     `loads`: the tokens that each expert got, [layers of experts, experts]. `grads`: by Hugging Face name. `mtp`: what a
-    trained MTP head reports. `weights`: after the update, also by name, in float64. `state`: the optimizer state after
-    the last update, in float64.
+    trained MTP head reports. `slopes`: of the routers of the trunk and of an MTP head, by micro-batch. `weights`: after
+    the update, also by name, in float64. `state`: the optimizer state after the last update, in float64.
     """
 
     loss: float
@@ -203,6 +203,7 @@ class ReferenceStep:
     loads: Tensor
     grads: dict[str, Tensor]
     mtp: MtpRecord | None = None
+    slopes: Sequence[Sequence[independent_checks.Slope]] = ()
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
 
@@ -257,6 +258,7 @@ def run_reference(trial: Trial) -> Reference:
         new_weights = plain.new_weights(engine.model.mesh)
     notes = independent_checks.notes_of(trial, engine, before, steps, loss_sums, aux[0])
     notes.add_findings("S1", independent_checks.mtp_of_one(trial, steps[0].mtp, mtp, notes))
+    notes.add_findings("G1", independent_checks.new_weights_are_trained(fresh, steps[0].grads, notes))
     notes.add(entropy_notes)
     return Reference(steps, document_scores, fingerprints, loss_sums, aux, notes, new_weights, fresh, with_entropy)
 
@@ -274,13 +276,15 @@ def other_chunks() -> Iterator[None]:
 
 def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
     """Run one step. A large model stores only the first gradients and the last weights."""
-    value = engine.backward(trial.all_batches(step))
+    with independent_checks.recorded_slopes(engine) as slopes:
+        value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
     loads, mtp, norms = loads_of(engine), engine._pending().results.mtp, engine.norms(engine.model.grads())
     engine.update()
     stores_weights = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
     state = whole_state(engine) if trial.checks_updates and step == trial.steps - 1 else {}
-    return ReferenceStep(value, norms, loads, grads, mtp, unrounded(engine.model) if stores_weights else {}, state)
+    weights = unrounded(engine.model) if stores_weights else {}
+    return ReferenceStep(value, norms, loads, grads, mtp, slopes, weights, state)
 
 
 def loads_of(engine: Engine) -> Tensor:
