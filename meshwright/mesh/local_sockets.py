@@ -95,13 +95,10 @@ class LocalSockets:
         it did not send, or for the rest of one."""
         reason = f"{type(error).__name__}: {error!s:.500}"
         self._failure = self._failure or f"an error closed the connections of ranks {list(self._ranks)}: {reason}"
-        for peer in self._peers.values():
-            if peer.fileno() >= 0:
-                _shut_down(peer)
         self.close()
 
     def close(self) -> None:
-        """Close this process's ends. A process that was forked from it may hold them open."""
+        """Close this process's ends. Forked children have closed theirs."""
         for peer in self._peers.values():
             peer.close()
 
@@ -276,14 +273,6 @@ def _sized(peer: socket.socket) -> socket.socket:
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     return peer
-
-
-def _shut_down(peer: socket.socket) -> None:
-    """End a connection for the other rank too, even if a forked child still holds this end."""
-    try:
-        peer.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other end is gone already
-        return
 
 
 def _close_in_child() -> None:
