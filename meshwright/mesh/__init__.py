@@ -165,7 +165,8 @@ class Mesh:
                     made.append((dist.new_group(list(ranks), timeout=self.timeout, backend=backend), ranks))
             own = next(group for group, ranks in made if self.rank in ranks)
         if self.device.type == "cpu":
-            serve(own, self.global_node, own_store(self.ranks), self.timeout)
+            with waiting_at(at):
+                serve(own, self.global_node, own_store(self.ranks), self.timeout)
         return own
 
     @cached_property
