@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 import meshwright as mw
+from meshwright.axes import DENSE
 from meshwright.mesh import local_collectives, local_sockets
 from meshwright.mesh.collectives import all_gather, all_to_all, reduce_scatter
 from meshwright.mesh.local_collectives import (
@@ -132,7 +133,7 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
     store = own_store(range(3))
     # An earlier start has left the address of a rank that is gone.
     store.set(f"local sockets/{group.group_name}/0", "\0meshwright-gone")
-    serve(group, range(3), store, datetime.timedelta(seconds=5))
+    serve(group, ["here"] * 2, store, datetime.timedelta(seconds=5))
     out, own = torch.zeros(2 * NUM), numbers(dist.get_rank(), torch.float32)
     if group.rank() == 0:
         time.sleep(0.2)
@@ -402,19 +403,42 @@ def test_every_collective_of_a_step_is_sent_so(tmp_path: Path, mesh: dict[str, i
     assert exchanges == len(seen) > 0
 
 
-@worlds.world(2)
-def test_groups_over_several_machines_go_their_own_way() -> None:
-    """By the launcher's numbers, or because one rank is on another machine. All ranks decide alike."""
-    world(2)
-    group, limit = dist.new_group([0, 1]), datetime.timedelta(seconds=5)
-    with pytest.MonkeyPatch.context() as patch:
-        serve(group, range(1), own_store(range(2)), limit)
-        assert not serves(group)
-        if group.rank():
-            patch.setattr(local_sockets.os, "geteuid", lambda: 12_345)
-        serve(group, range(2), own_store(range(2)), limit)
-        assert not serves(group)
-        assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))
-    serve(group, range(2), own_store(range(2)), limit)
+def on_machines(root: Path) -> list[bool]:
+    """Rank 2 belongs to another user, as one of another machine or container would differ."""
+    if int(os.environ["RANK"]) == 2:
+        os.geteuid = lambda: 12_345
+    mesh = mw.Mesh(fsdp=2, replicate=2, device="cpu")
+    axes = ("fsdp",), ("replicate",), DENSE
+    for each in axes:
+        group = mesh.process_group(each)
+        out = all_gather(torch.full((3,), float(group.rank())), group.size(), group.group_name)
+        assert torch.equal(out, torch.arange(float(group.size())).repeat_interleave(3))
+    return [serves(mesh.process_group(each)) for each in axes]
+
+
+def test_groups_over_several_machines_go_their_own_way(tmp_path: Path) -> None:
+    """All ranks of a group decide alike."""
+    served = worlds.run(4, on_machines, tmp_path)
+    assert served == [[True, False, False], [True, True, False], [False, False, False], [False, True, False]]
+
+
+def test_a_machine_is_what_sockets_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = local_sockets.machine_of(range(4))
+    assert here == local_sockets.machine_of(range(4)) != ""
+    assert here != local_sockets.machine_of(range(4, 8)), "another node of the launcher"
+    real = os.readlink
+    for name in ("net", "user"):
+        monkeypatch.setattr(os, "readlink", lambda path, name=name: f"other {path}" if name in path else real(path))
+        assert here != local_sockets.machine_of(range(4))
+        monkeypatch.undo()
+    monkeypatch.setattr(local_sockets.sys, "platform", "darwin")
+    assert local_sockets.machine_of(range(4)) == ""
+
+
+@worlds.world(1)
+def test_no_sockets_where_the_system_has_none() -> None:
+    group = mw.Mesh(device="cpu").process_group(("fsdp",))
     assert serves(group)
-    assert torch.equal(all_gather(torch.ones(3), 2, group.group_name), torch.ones(6))
+    other = dist.new_group([0])
+    serve(other, [""], own_store(range(1)), datetime.timedelta(seconds=5))
+    assert not serves(other)

@@ -25,6 +25,7 @@ from .collectives import all_gather
 from .hosts import rounds
 from .joining import device_of, from_torchrun, join
 from .local_collectives import all_reduce_, serve, serves
+from .local_sockets import machine_of
 from .memory_limits import Memory, memory_of
 from .part import global_ranks, is_part, new_group, own_store
 
@@ -69,15 +70,19 @@ class Mesh:
         # referenced: destroying them would break the connections over which ranks report the error.
         self.cut_off = ""
         self.under_way: object = None
+        self._machines: tuple[str, ...] = ()
         self._refuse_another()
 
     @names_lost_ranks()
     def _refuse_another(self) -> None:
         """Refuse meshes that differ between ranks: they would wait for each other in groups that never form."""
         own_mesh = f"{self.axes} on {self.device.type}"
-        all_meshes = self.gather_objects((own_mesh, self.memory.device_bytes), DENSE)
-        self.least_bytes = min(num_bytes for _, num_bytes in all_meshes)  # the smallest device memory of all ranks
-        for rank, (other, _) in enumerate(all_meshes):
+        facts = (own_mesh, self.memory.device_bytes, machine_of(self.global_node))
+        meshes, memories, self._machines = zip(*self.gather_objects(facts, DENSE), strict=True)
+        self.least_bytes = min(memories)  # the smallest device memory of all ranks
+        for group in self._group_of.values():
+            self._serve(group)
+        for rank, other in enumerate(meshes):
             if other != own_mesh:
                 raise MeshError(
                     f"the mesh is {other} on {self._named(rank)}, but {own_mesh} on {self._named(self.rank)}; make "
@@ -164,10 +169,14 @@ class Mesh:
                 with waiting_at(at):
                     made.append((dist.new_group(list(ranks), timeout=self.timeout, backend=backend), ranks))
             own = next(group for group, ranks in made if self.rank in ranks)
-        if self.device.type == "cpu":
-            with waiting_at(at):
-                serve(own, self.global_node, own_store(self.ranks), self.timeout)
+        self._serve(own)
         return own
+
+    def _serve(self, group: dist.ProcessGroup) -> None:
+        """Let the ranks of a group use Unix sockets, if all are on one machine, and as soon as that is known."""
+        if self.device.type == "cpu" and self._machines:
+            machines = [self._machines[self.ranks.index(rank)] for rank in dist.get_process_group_ranks(group)]
+            serve(group, machines, own_store(self.ranks), self.timeout)
 
     @cached_property
     def _group_over(self) -> dict[tuple[str, ...], Any]:

@@ -23,7 +23,7 @@ from torch.library import Library
 
 from ..ops.part_sizes import part_size
 from ..watch import deferred_signal
-from .local_sockets import LocalSockets, machine_number
+from .local_sockets import LocalSockets
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor own_rows, str group) -> ()")
@@ -40,24 +40,17 @@ _SOCKETS: WeakKeyDictionary[dist.ProcessGroup, LocalSockets] = WeakKeyDictionary
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # those served, by name
 
 
-def serve(group: dist.ProcessGroup, node: range, store: Store, timeout: datetime.timedelta) -> None:
-    """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine. All ranks of the group
-    call it, and decide alike.
+def serve(group: dist.ProcessGroup, machines: Sequence[str], store: Store, timeout: datetime.timedelta) -> None:
+    """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine.
 
     Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
-    every other rank. `node`: the ranks of this machine, as the launcher numbers them. Without a launcher these are all
-    ranks, so the ranks also compare their machines.
+    every other rank. `machines`: of the ranks of the group (`local_sockets.machine_of`), equal on all of them, so all
+    decide alike.
     """
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    if "cpu:gloo" not in dist.get_backend_config(group):
-        return
-    number = machine_number(rank) if all(each in node for each in ranks) else rank
-    most = torch.tensor([number, -number])
-    if group.size() > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if most.sum() == 0:
+    if "cpu:gloo" in dist.get_backend_config(group) and {*machines} == {machines[0]} != {""}:
+        store, ranks = PrefixStore("local sockets", store), dist.get_process_group_ranks(group)
         _GROUPS[group.group_name] = group
-        _SOCKETS[group] = LocalSockets(group.group_name, ranks, rank, PrefixStore("local sockets", store), timeout)
+        _SOCKETS[group] = LocalSockets(group.group_name, ranks, group.rank(), store, timeout)
 
 
 def serves(group: dist.ProcessGroup) -> bool:

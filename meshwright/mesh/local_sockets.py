@@ -7,7 +7,6 @@ so where ranks share cores it takes 10 to 20 times the CPU time of the same exch
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import secrets
 import select
@@ -37,18 +36,21 @@ _LONGEST_POLL_MS = 2**31 - 1
 _OPEN: WeakSet[LocalSockets] = WeakSet()
 
 
-def machine_number(rank: int) -> int:
-    """Return a number that is equal for two ranks if they can reach each other by Unix sockets: with the same boot of
-    the same machine, in one network and user namespace, as the same user. `rank`: makes others unequal."""
+def machine_of(node: range) -> str:
+    """Describe where this process runs: ranks of equal descriptions can reach each other by Unix sockets. They run in
+    the same boot of a machine, in one network and user namespace, as one user. "" if this system lacks such sockets.
+
+    `node`: the ranks of this machine, as the launcher numbers them. Without a launcher these are all ranks.
+    """
     if sys.platform != "linux":  # abstract addresses and SO_PEERCRED
-        return rank
+        return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join(
+            (boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")), f"{os.geteuid()} {node}")
+        )
     except OSError:
-        return rank
-    digest = hashlib.sha256(repr((boot, spaces, os.geteuid())).encode()).digest()
-    return int.from_bytes(digest[:7], "little") + (1 << 56)
+        return ""
 
 
 class LocalSockets:
