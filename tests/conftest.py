@@ -51,8 +51,8 @@ LONGEST = (
     "test_train", "test_verify", "test_sleep", "test_causes", "test_state_in_8_bits", "test_pipeline", "test_renamed",
     "test_stream_ranks", "test_plan_search", "test_savings", "test_fp8_files", "test_frozen_fp8", "test_lora_meshes",
     "test_engine", "test_weights", "test_4_bit_files", "test_reports", "test_plan", "test_frozen", "test_verify_lora",
-    "test_state_dict", "test_state", "test_docs", "test_vision_planted", "test_value_heads", "test_context",
-    "test_long_contexts", "test_plants", "test_demo", "test_killed", "test_train_live", "test_lora",
+    "test_state_dict", "test_state", "test_host_sends", "test_docs", "test_vision_planted", "test_value_heads",
+    "test_context", "test_long_contexts", "test_plants", "test_demo", "test_killed", "test_train_live", "test_lora",
     "test_verify_peer", "test_train_loop", "test_train_images", "test_qwen4_meshes", "test_checkpoint_power",
     "test_kernels_compile",
 )  # fmt: skip

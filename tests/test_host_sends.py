@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import meshwright as mw
 from meshwright.axes import DENSE
-from meshwright.mesh import local_collectives, local_sockets
+from meshwright.mesh import collectives, local_collectives, local_sockets
 from meshwright.mesh.collectives import all_gather, all_to_all, reduce_scatter
 from meshwright.mesh.local_collectives import (
     all_gather_into,
@@ -372,6 +373,36 @@ def test_a_rank_that_stays_away_or_leaves_is_named() -> None:
         time.sleep(2)
         with pytest.raises(dist.DistBackendError, match="rank 1 has closed its connection"):
             twice(all_gather_into, whole, own, group)
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+@worlds.world(2)
+def test_a_rank_that_leaves_while_others_wait_is_named(has_read: bool) -> None:
+    """A kernel reports the end in two ways: a reset if something that was sent to the rank is left unread."""
+    group = world(2)
+    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+    all_gather_into(whole, own, group)
+    if group.rank() == 0:
+        time.sleep(1)
+        sockets = local_collectives._SOCKETS[group]
+        if has_read:
+            sockets._peers[1].recv(4096)
+        sockets.close()
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+            all_gather_into(whole, own, group)
+
+
+@worlds.world(1)
+def test_doors_of_compiled_layers_stay_with_torch() -> None:
+    """Another rank may run the same layer uncompiled, for another length of its tokens."""
+    with tempfile.TemporaryDirectory() as at:
+        source, mesh = tiny.directory(Path(at) / "m", "qwen3"), mw.Mesh(device="cpu")
+        name = mesh.process_group(DENSE).group_name
+        mw.load(source, mesh)
+        assert collectives._ops_for(name) is torch.ops.meshwright
+        mw.load(source, mesh, memory=mw.MemoryOptions(compiled=True))
+        assert collectives._ops_for(name) is torch.ops._c10d_functional
 
 
 @worlds.world(2)
