@@ -71,7 +71,7 @@ def sums(size: int) -> None:
         reduce_scatter_into(out, local, group)
         assert torch.equal(out, total.chunk(size)[group.rank()])
         assert torch.equal(local, everybodys[group.rank()]), "what is summed stays as it was"
-        # _WHOLE is 5: up to there whole, beyond in uneven parts, of which some have a piece more than others.
+        # _WHOLE is 5: up to there whole, beyond in uneven parts, some with a piece more than others.
         for num in (1, 5, 6, 7, min(16, NUM * size), NUM * size):
             x = local[:num].clone()
             all_reduce_(x, "sum", group)
@@ -94,8 +94,8 @@ def doors(size: int) -> None:
     own_rank, name = group.rank(), group.group_name
     rows = [numbers(rank, torch.float32, size * 6).view(size * 2, 3) for rank in range(size)]
     assert torch.equal(all_gather(rows[own_rank].t(), size, name), torch.cat([each.t() for each in rows]))
-    mine = in_order(rows).chunk(size)[own_rank]
-    assert torch.equal(reduce_scatter(rows[own_rank], size, name), mine)
+    own_sum = in_order(rows).chunk(size)[own_rank]
+    assert torch.equal(reduce_scatter(rows[own_rank], size, name), own_sum)
     counts = [[(sender + 2 * receiver) % 3 for receiver in range(size)] for sender in range(size)]
     sent = [torch.randn(sum(of), 3, generator=torch.Generator().manual_seed(rank)) for rank, of in enumerate(counts)]
     ins, outs = counts[own_rank], [of[own_rank] for of in counts]
@@ -134,7 +134,7 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
     store = own_store(range(3))
     # An earlier start has left the address of a rank that is gone.
     store.set(f"local sockets/{group.group_name}/0", "\0meshwright-gone")
-    serve(group, ["here"] * 2, store, datetime.timedelta(seconds=5))
+    serve(group, ["a machine"] * 2, store, datetime.timedelta(seconds=5))
     out, own = torch.zeros(2 * NUM), numbers(dist.get_rank(), torch.float32)
     if group.rank() == 0:
         time.sleep(0.2)
@@ -454,13 +454,13 @@ def test_groups_over_several_machines_go_their_own_way(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_what_sockets_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = local_sockets.machine_of(range(4))
-    assert here == local_sockets.machine_of(range(4)) != ""
-    assert here != local_sockets.machine_of(range(4, 8)), "another node of the launcher"
+    local = local_sockets.machine_of(range(4))
+    assert local == local_sockets.machine_of(range(4)) != ""
+    assert local != local_sockets.machine_of(range(4, 8)), "another node of the launcher"
     real = os.readlink
     for name in ("net", "user"):
         monkeypatch.setattr(os, "readlink", lambda path, name=name: f"other {path}" if name in path else real(path))
-        assert here != local_sockets.machine_of(range(4))
+        assert local != local_sockets.machine_of(range(4))
         monkeypatch.undo()
     monkeypatch.setattr(local_sockets.sys, "platform", "darwin")
     assert local_sockets.machine_of(range(4)) == ""

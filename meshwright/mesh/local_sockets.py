@@ -1,7 +1,7 @@
 """Connect the ranks of a group on one machine by Unix sockets, and exchange tensors over them.
 
 The calling thread sends and receives itself. gloo's receiving thread polls for a lock that the sending thread holds,
-so where ranks share cores it takes 10 to 20 times the CPU time of the same exchange here (docs/log.md).
+so where ranks share cores it takes 10 to 20 times the CPU time of such an exchange (docs/log.md).
 """
 
 from __future__ import annotations
