@@ -89,7 +89,7 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 
 def doors(size: int) -> None:
-    """What doors call: rows of several dimensions, and uneven pieces, some of them empty."""
+    """Try the collectives of doors: rows of several dimensions, and uneven pieces, some of them empty."""
     group = world(size)
     own_rank, name = group.rank(), group.group_name
     rows = [numbers(rank, torch.float32, size * 6).view(size * 2, 3) for rank in range(size)]
@@ -448,7 +448,7 @@ def on_machines(root: Path) -> list[bool]:
 
 
 def test_groups_over_several_machines_go_their_own_way(tmp_path: Path) -> None:
-    """All ranks of a group decide alike."""
+    """All ranks of a group make the same choice."""
     served = worlds.run(4, on_machines, tmp_path)
     assert served == [[True, False, False], [True, True, False], [False, False, False], [False, True, False]]
 

@@ -156,3 +156,15 @@ def test_load_counts_every_token_once(sources: dict[str, Path]) -> None:
 def test_an_unknown_mode(sources: dict[str, Path]) -> None:
     with pytest.raises(RankError, match=words("ConfigError", "router_aux='global'", "pooled, previous")):
         worlds.run(1, stepped, sources["qwen3_moe"], {}, "global", two_streams)
+
+
+@pytest.mark.parametrize("mode", ["pooled", "previous"])
+def test_a_coefficient_of_0_is_no_finding_of_verify(tmp_path: Path, mode: str) -> None:
+    """Nor are experts of new adapters that no token chose: their gradients are 0."""
+    options = dict(output_router_logits=True, router_aux_loss_coef=0.0, num_experts=32, num_experts_per_tok=1)
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", **options)
+    plain = trials.trial(source, {})
+    tried = trials.changed(plain, router_aux=mode, lora=mw.Lora(rank=2, b_std=0.1), steps=1)
+    (reference,) = trials.references([tried])
+    assert (reference.steps[0].loads == 0).any()
+    assert reference.notes.findings == []

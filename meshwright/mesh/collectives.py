@@ -33,7 +33,7 @@ OPS = [
 
 
 class _Process:
-    """The choice of this process."""
+    """Whether this process has compiled layers."""
 
     compiles_layers = False
 

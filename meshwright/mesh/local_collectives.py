@@ -3,8 +3,8 @@
 gloo gathers into a buffer and copies from it, and implements reduce-scatter as a full reduction on every rank. These
 send parts from their place in memory, and receive parts of other ranks directly into place. Sums are added up in the
 order of ranks. All are synchronous. They are registered as torch ops, so that the recorder of `verify` and selective
-checkpointing see them. Those that return a tensor are named as torch's functional collectives, which compilers can
-trace and these not.
+checkpointing see them. Those that return a tensor have the names of torch's functional collectives. Compilers cannot
+trace them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def serve(group: dist.ProcessGroup, machines: Sequence[str], store: Store, timeo
     """Let these collectives serve a gloo group of CPU ranks, if all of them are on one machine.
 
     Between machines gloo sends less: its rings cross the network once, while each rank would send its parts over it to
-    every other rank. `machines`: of the ranks of the group (`local_sockets.machine_of`), equal on all of them, so all
-    decide alike.
+    every other rank. `machines`: one description for each rank of the group (`local_sockets.machine_of`), the same list
+    on all of them, so that all make the same choice.
     """
     if "cpu:gloo" in dist.get_backend_config(group) and {*machines} == {machines[0]} != {""}:
         store, ranks = PrefixStore("local sockets", store), dist.get_process_group_ranks(group)
@@ -54,13 +54,15 @@ def serve(group: dist.ProcessGroup, machines: Sequence[str], store: Store, timeo
 
 
 def serves(group: dist.ProcessGroup) -> bool:
-    """Return whether these collectives serve a group."""
+    """Return whether a group uses these collectives."""
     return group in _SOCKETS
 
 
 def serves_named(name: str) -> bool:
-    """Return whether these collectives serve the group of this name. After `destroy_process_group` torch gives the
-    same names again."""
+    """Return whether the group of this name uses these collectives.
+
+    After `destroy_process_group` torch reuses names, so an entry of an earlier group does not count.
+    """
     group = _GROUPS.get(name)
     return group is not None and group is torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 

@@ -100,7 +100,7 @@ class LocalSockets:
         self.close()
 
     def close(self) -> None:
-        """Close this process's ends. Forked children have closed theirs."""
+        """Close the connections of this process. Forked children close their copies when they start."""
         for peer in self._peers.values():
             peer.close()
 

@@ -164,8 +164,11 @@ def _loads(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes: 
 
 
 class Slope(NamedTuple):
-    """What a router did in a micro-batch: the gradient that the aux loss gives each expert's probability, and how many
-    tokens chose each expert, over all layers. `slope_E` is None if the aux loss is not trained."""
+    """The aux loss of a router in one micro-batch.
+
+    `slope_E`: its gradient with respect to each expert's probability; None if the aux loss is not trained. `count_E`:
+    the tokens that chose each expert, over all layers.
+    """
 
     slope_E: Tensor | None
     count_E: Tensor
@@ -219,7 +222,8 @@ def _slopes(trial: Trial, engine: Engine, steps: Sequence[ReferenceStep], notes:
                     continue
                 expected_E = factor * len(load_E) * load_E * k / load_E.sum() / tokens
                 actual_E = torch.zeros_like(expected_E) if slope_E is None else slope_E.double()
-                error, num = float((actual_E - expected_E).norm() / expected_E.norm()), num + 1
+                size = float(expected_E.norm()) or 1.0  # a coefficient may be 0
+                error, num = float((actual_E - expected_E).norm()) / size, num + 1
                 worst = max(worst, error)
                 if not error <= allowed:
                     what = f"its gradients in step {number} are off by {error:.1e} from {factor:g} * E * f / tokens"
@@ -236,7 +240,7 @@ def new_weights_are_trained(
     `fresh`: these weights, by key. `grads`: the gradients of the first step.
     """
     for key in fresh:
-        if key not in grads or not grads[key].any():
+        if key not in grads:  # zeros are no sign: perhaps no token chose this expert
             yield Finding("G1", key, "the source lacks it, and it has no gradient", "it is frozen, and stays as drawn")
     if fresh:
         notes.add_margin(Margin("G1", "new weights that have a gradient", len(fresh)))
