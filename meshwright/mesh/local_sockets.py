@@ -30,7 +30,7 @@ from ..ops.part_sizes import part_size
 _HEADER = struct.Struct("<QQ32s")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # Bytes that a rank may send before the other one reads; the kernel may grant less, and some thousands at least.
-_BUFFER = part_size(__name__, "_BUFFER", 1 << 20, small=1)
+_BUFFER = part_size(__name__, "_BUFFER", 1 << 20, small=16384)
 _RETRY_S = 0.01
 _LONGEST_POLL_MS = 2**31 - 1
 _OPEN: WeakSet[LocalSockets] = WeakSet()

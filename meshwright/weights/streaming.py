@@ -28,7 +28,7 @@ from .safetensors_header import DTYPES
 
 DtypeOf = Mapping[str, torch.dtype]  # of keys, or of parameters
 # Bytes in flight at a time; a larger tensor is sent alone.
-_BATCH_BYTES = part_size(__name__, "_BATCH_BYTES", 64 << 20, small=20_011)
+_BATCH_BYTES = part_size(__name__, "_BATCH_BYTES", 64 << 20, small=150_011)
 
 
 @dataclass(frozen=True)
