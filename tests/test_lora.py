@@ -25,7 +25,7 @@ from meshwright.cli.main import main
 from meshwright.recipe import Lora, Recipe
 from meshwright.sharding import pieces
 from meshwright.weights import peft_files
-from tests import parts, quantised, tiny, worlds
+from tests import parts, quantised, tiny, trials, worlds
 
 DRAWN = Lora(rank=3, alpha=6.0, expert_rank=2, b_std=0.1)  # where B is 0, A has no gradient
 AXES = dict.fromkeys(("pp", "replicate", "fsdp", "cp", "tp", "ep"), 1)
@@ -340,3 +340,11 @@ def test_experts_of_another_rank_have_the_scale_of_all(rslora: bool, alpha: floa
     else:
         with pytest.raises(mw.LoadError, match="scales of their own"):
             peft_files._expert_rank(files)
+
+
+@pytest.mark.parametrize(("factor", "same"), [(1 - 1e-9, True), (1.001, False), (None, False)])
+def test_alphas_of_one_scale_may_be_rounded(factor: float | None, same: bool) -> None:
+    alphas = {} if factor is None else {"experts": 1.7 * 0.6**0.5 * factor}
+    config = {"r": 5, "lora_alpha": 1.7, "use_rslora": True, "rank_pattern": {"experts": 3}, "alpha_pattern": alphas}
+    files = peft_files.AdapterFiles(Path(), config, {})
+    assert (trials.error_of(lambda: peft_files._expert_rank(files)) == "") == same

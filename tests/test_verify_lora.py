@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 
 from meshwright.axes import Axes
 from meshwright.cli import main
+from meshwright.engine import Engine
 from meshwright.errors import ConfigError
+from meshwright.mesh import Mesh
 from meshwright.models import text_config
 from meshwright.recipe import Lora, Recipe
-from meshwright.verify import Options, plan, transformers_oracles
+from meshwright.verify import Options, Trial, adapters, examine, plan, run_reference, transformers_oracles
 from meshwright.verify.report import ROWS
-from tests import parts
+from meshwright.verify.results import Notes
+from meshwright.verify.session import lacks_head
+from tests import parts, tiny, trials, worlds
 from tests.published_configs import QWEN3_30B_A3B
 from tests.test_verify import OF_FP8, directory
 
@@ -26,7 +31,8 @@ if parts.ALL:
     RUNS |= {
         "delta nets": "tiny-qwen3.5-moe --mesh tp=2,ep=2 --lora-rslora",
         "few targets": "tiny-qwen3.5 --mesh cp=2 --lora-targets q_proj,in_proj_qkv",
-        "a value head": "tiny-qwen2 --mesh replicate=2,fsdp=2 --head value",
+        "a new value head": "tiny-qwen2 --mesh replicate=2,fsdp=2 --head value",
+        "an MTP head": "tiny-qwen3.5-moe --mesh fsdp=2 --mtp all",
         "FP8 matmuls": "tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8 --recompute full",
         "V": "tiny-qwen3-moe --mesh pp=2 --schedule v",
     }
@@ -90,3 +96,59 @@ def test_without_peft_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     notes, why_not = transformers_oracles.compare_with_peft(tmp_path, [], Lora(), tmp_path)
     assert "peft" in why_not
     assert not notes.margins
+
+
+def _resumed(tried: Trial, forgets: int | None) -> list[str]:
+    """Run one process and resume its checkpoint without a part of its state. Return the keys of E3's findings."""
+    reference = run_reference(tried)
+    examine(tried, reference, Mesh(device="cpu"), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "resume", functools.partial(_forgetful, adapters.resume, forgets))
+        return [finding.name for finding in adapters.e3_resume(tried, reference, Notes())]
+
+
+def _forgetful(resume: Any, forgets: int | None, engine: Engine, at: Path) -> None:
+    resume(engine, at)
+    for state in engine.optimizer.state.values():
+        if forgets is not None:
+            state[forgets].zero_()
+
+
+@pytest.mark.parametrize("forgets", [None, 0, 1], ids=["nothing", "exp_avg", "exp_avg_sq"])
+def test_a_resumed_run_has_the_state_of_its_optimizer(tmp_path: Path, forgets: int | None) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    tried = trials.changed(
+        trials.trial(source, {}), lora=Lora(rank=3, b_std=0.1), keeps_all=True, checkpoint=tmp_path / "checkpoint"
+    )
+    [keys] = worlds.run(1, _resumed, tried, forgets)
+    assert bool(keys) == (forgets is not None)
+    assert all(".lora_" in key for key in keys)
+
+
+def test_a_head_may_be_trained_too(tmp_path: Path) -> None:
+    """The entropy does not depend on an MTP head, and files may lack a value head."""
+    of_mtp = tiny.with_mtp(tiny.directory(tmp_path / "mtp", "qwen3_5"))
+    of_lm = tiny.directory(tmp_path / "lm", "qwen3")
+    own = dict(lora=Lora(rank=3, b_std=0.1), train="**", thorough=True)
+    cases = {
+        "mtp": trials.changed(trials.trial(of_mtp, {}), mtp="all", **own),
+        "value": trials.changed(trials.trial(of_lm, {}, "value"), **own),
+    }
+    for name, reference in zip(cases, trials.references([*cases.values()]), strict=True):
+        assert list(map(str, reference.notes.findings)) == []
+        assert ("H1" in {margin.oracle for margin in reference.notes.margins}) == (name == "mtp")
+        assert ("score.weight" in reference.fresh) == (name == "value")
+
+
+def test_a_small_model_lacks_the_head_that_the_files_lack(tmp_path: Path) -> None:
+    def lacks(source: str | Path, lora: Lora | None, head: str = "value") -> bool:
+        return lacks_head(plan(source, Axes(), Options(Recipe(head=head, lora=lora)), lambda _: None).blueprint)
+
+    of_lm = tiny.directory(tmp_path / "lm", "qwen3")
+    with_head = tiny.classifier(tmp_path / "value", "qwen3", "Token", num_labels=1)
+    assert lacks(of_lm, None)
+    assert lacks(of_lm, Lora())
+    assert not lacks(of_lm, Lora(), "lm")
+    assert not lacks(with_head, Lora())
+    assert not lacks("tiny-qwen3", None)
+    assert lacks("tiny-qwen3", Lora())

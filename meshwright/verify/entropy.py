@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..data import IGNORE, Batch
 from ..engine import Engine, Model, gather, logits, losses
+from ..sharding import MTP
 from ..weights import chosen
 from .results import Finding, Margin, Notes
 
@@ -60,10 +61,11 @@ def h1_of_one(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrad
 def _slopes(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrads) -> tuple[float, float]:
     """Return the norm of a gradient, and the slope of the loss from logits in its direction. They should be equal.
 
-    The gradient is that of the last norm, or with adapters that of the last adapter. The function after it is smooth; a
-    router or an FP8 matmul would jump.
+    The gradient is that of the last norm, or with adapters that of the trunk's last adapter: the entropy does not
+    depend on an MTP head. The function after it is smooth; a router or an FP8 matmul would jump.
     """
-    name = _LAST if _LAST in model.trained else model.trained[-1]
+    of_trunk = [name for name in model.trained if not name.startswith(MTP)]
+    name = _LAST if _LAST in of_trunk else of_trunk[-1]
     stored, grad = model.stored()[name], torch.zeros(model.table[name].shape, dtype=torch.float64)
     for block in chosen(model.table[name], model.keymap.choice).blocks:
         of_key = actual[1][block.key].double() - aux[1].get(block.key, torch.zeros(()))

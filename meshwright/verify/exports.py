@@ -21,7 +21,7 @@ from ..blueprint import Blueprint
 from ..engine import Model, export, stream
 from ..mesh import Mesh
 from ..weights import DTYPES, TRAINABLE, blocks_by_key
-from .adapters import PREFIX, Expected, adapter_files, expected_exports
+from .adapters import PREFIX, Expected, adapter_files, expected_exports, trains_more
 from .reference import Findings, Run, unrounded
 from .results import Finding
 from .weight_checks import scaled
@@ -56,7 +56,7 @@ def e2_exports(run: Run) -> Findings:
             made = _made(run.model, way, folder / str(number))
             if run.model.mesh.rank == 0:
                 yield from _compared(run, way, made, expected)
-        if lora is not None:
+        if lora is not None and not trains_more(run.model):
             yield from adapter_files(run, folder, trained)
     run.record_once("E2", "keys of exports", len(ways) * len(expected))
 

@@ -214,9 +214,10 @@ class Reference:
 
     `document_scores`: the scores of each document of `Trial.packed`, run alone, by batch. `fingerprints`: those of the
     outputs of all submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of
-    their weights, by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`:
-    findings and margins of one process. `new_weights`: drawn weights, if the trial draws some. `fresh`: the weights
-    that the source lacks, as loading drew them. `entropy`: the first loss with an entropy term, and its gradients.
+    their weights, by data rank and batch. `aux`: the router's part of the first loss; of its gradients, also that of an
+    MTP head. `notes`: findings and margins of one process. `new_weights`: drawn weights, if the trial draws some.
+    `fresh`: the weights that the source lacks, as loading drew them. `entropy`: the first loss with an entropy term,
+    and its gradients.
     """
 
     steps: Sequence[ReferenceStep]
@@ -367,11 +368,12 @@ def weight_of(batch: Batch) -> float:
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
-    """Return the router's aux loss alone and its gradients: those of a step whose other loss terms are 0.
+    """Return the router's aux loss alone, and its gradients with those of an MTP head's loss: those of a step whose
+    other loss terms are 0.
 
     This splits a wrong gradient into its two parts, and often only one is wrong.
     """
-    if not engine.router.balance.coefficient:
+    if not engine.router.balance.coefficient and engine.model.recipe.mtp != "all":
         return 0.0, {}
     engine.loss = lambda scores, fields: trial.loss(scores, fields) * 0.0
     value, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")

@@ -28,7 +28,7 @@ from .exports import in_blocks
 from .planted_bugs import bug
 from .results import Finding, Margin
 from .run_oracles import ORACLES
-from .session import FULL, IN_BLOCKS, PEFT, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, memory_of
+from .session import FULL, IN_BLOCKS, PEFT, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, lacks_head, memory_of
 
 ROWS = (RUN, *ORACLES)
 # Columns of the terminal.
@@ -297,6 +297,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield "gradients of the base, which is frozen (leave --lora out)"
         yield from ["M2, which compares adapters with peft (--against none)"] if options.against != TRANSFORMERS else []
         yield from ["outputs of the base, E3 (--full)"] if plan.kind == FULL else []
+        if lacks_head(plan.blueprint) or plan.runs.recipe.mtp != "carried":
+            yield "outputs without adapters and adapter files, since a head is trained too"
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
         yield from ["Q1, each FP8 matmul (--full)"] if options.recipe.fp8 else []

@@ -292,10 +292,21 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
     source = folder / "model"
     say("making a model of odd sizes")
     # Like the user's files: in bfloat16, with the same names and layout of experts.
-    choice = plan.blueprint.keymap.choice
-    run_ranks(1, write_small, source, plan.runs, choice, torch.bfloat16, plan.options.seed,
+    choice, head = plan.blueprint.keymap.choice, "lm" if lacks_head(plan.blueprint) else plan.runs.head
+    run_ranks(1, write_small, source, plan.runs, choice, torch.bfloat16, plan.options.seed, head,
               seconds=plan.options.seconds)  # fmt: skip
     return source
+
+
+def lacks_head(blueprint: Blueprint) -> bool:
+    """Return whether the value head is new: the files lack it, or there are no files and adapters are trained, which
+    begin at a language model."""
+    if blueprint.head != "value":
+        return False
+    keymap = blueprint.keymap
+    if keymap.source is None:
+        return blueprint.recipe.lora is not None
+    return any(blueprint.table[name].optional for name in keymap.fresh)
 
 
 def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:

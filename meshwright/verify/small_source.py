@@ -57,14 +57,19 @@ def _documents(data: Data, step: int) -> list[Documents]:
     return [[Document(*each) for each in zip(tokens, images, strict=True)] for tokens, images in both]
 
 
-def write_small(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:
+def write_small(
+    at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int, head: str | None = None
+) -> None:
     """Write files with random weights. No weight keeps an initial value such as 0 or 1, which would hide a mistake: a
-    norm of all ones looks right in any order."""
+    norm of all ones looks right in any order.
+
+    `head`: the head of the files, by default that of `like`. With "lm" a value head is new to whoever loads them.
+    """
     recipe = at.with_name(f"{at.name}'s recipe")
     recipe.mkdir(parents=True)
     plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
     (recipe / "config.json").write_text(json.dumps(plain))
-    model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
+    model = init(recipe, Mesh(device="cpu"), head=head or like.head, dtype=torch.float32, seed=seed, tower=like.tower)
     # `init` draws as for training; add noise to weights that it leaves constant, such as norms.
     g = torch.Generator().manual_seed(seed + 1)
     for name, stored in model.stored().items():

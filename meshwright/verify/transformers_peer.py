@@ -32,7 +32,7 @@ from ..ops import loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..recipe import Lora
 from ..weights import blocks_by_key, open_source, read_config
-from .adapters import PREFIX
+from .adapters import PREFIX, with_rslora
 from .diagnose.forward import parts_of, recorded_forward, tower_parts_of, watched_routers
 from .peer_choices import first_of_equals, recorded, taken
 from .rounding import Cost, Parts, Pass, cost_of, followed
@@ -122,7 +122,9 @@ def write_adapter(source: Path, lora: Lora, at: Path) -> None:
 
 
 def merged_by_both(source: Path, adapter: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of a source with an adapter merged by us, and merged by peft."""
+    """Return the weights of a source with an adapter merged by us, and merged by peft. Its config states the scales
+    as of rsLoRA, which our own files never do."""
+    adapter = with_rslora(adapter)
     model = load(
         source, Mesh(device="cpu"), dtype=torch.float32, lora=Lora(path=str(adapter)), tower=_has_tower(source)
     )

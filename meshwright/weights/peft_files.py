@@ -160,13 +160,18 @@ def _expert_rank(files: AdapterFiles) -> int | None:
     if (
         len(of_experts) > 1
         or any("experts" not in name for name in (*ranks, *alphas))
-        or ((ranks or alphas) and set(alphas.values()) != {expected})
+        or ((ranks or alphas) and not (alphas and all(_is_close(each, expected) for each in alphas.values())))
     ):
         raise LoadError(
             f"{files.directory / CONFIG_FILE}: rank_pattern={ranks!r:.200} and alpha_pattern={alphas!r:.200} give "
             "modules scales of their own; only another rank for all routed experts is supported, at the same scale"
         )
     return next(iter(of_experts), None)
+
+
+def _is_close(given: object, expected: float) -> bool:
+    """Compare a number of a config. Under rsLoRA, alphas of the same scale differ by a root."""
+    return isinstance(given, int | float) and math.isclose(given, expected, rel_tol=1e-6)
 
 
 class Pair(NamedTuple):

@@ -41,7 +41,7 @@ def suspects(
         expected, at = whole(reference.steps[step].grads), placed[names[keys[0]]]
         out[keys[0]] = Suspect(
             whole(grads), expected, model.mesh.axes, summed, {**retried, copies: whole(over_all)},
-            whole(reference.aux[1]) if reference.aux[1] and step == 0 else None, model.table[names[keys[0]]].both_ends,
+            whole(reference.aux[1]) if reference.aux[0] and step == 0 else None, model.table[names[keys[0]]].both_ends,
             at.shard, {*names.values()} == {"head.weight"},
         )  # fmt: skip
     return out
