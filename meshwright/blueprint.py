@@ -235,8 +235,13 @@ def _check_frozen(blueprint: Blueprint) -> None:
             f"frozen={made.name!r} quantises weights, but config.json has a quantization_config: the files are "
             "quantised already; leave frozen out"
         )
-    trained = {*blueprint.trained()}
-    if not any(blueprint.coding(param) for param in blueprint.table if param.name not in trained):
+    trained, able = {*blueprint.trained()}, [param.name for param in blueprint.table if blueprint.coding(param)]
+    if not able:
+        raise ConfigError(
+            f"frozen={made.name!r} finds nothing to quantise: no matrix has a multiple of {made.block} columns; leave "
+            "frozen out"
+        )
+    if trained.issuperset(able):
         what = f"all matrices of {made.block} columns and multiples are trained, and trained weights are float32"
         raise ConfigError(f"frozen={made.name!r} finds nothing to quantise: {what}; give lora=mw.Lora(), or train=")
 
