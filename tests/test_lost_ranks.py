@@ -344,6 +344,17 @@ def test_the_odd_one_out_comes_first() -> None:
     assert re.match(r"rank 5: .*the loss.*ranks 0-4, 6-7: .*the norm", diagnose(where, later, "host", 600.0))
 
 
+def test_many_groups_are_counted_and_the_longest_wait_is_told() -> None:
+    """Six groups are named; each rank of the others counts. The ranks of one place have waited for different times."""
+    places = {rank: f"place {rank % 10 if rank < 40 else 10}" for rank in range(60)}
+    before = {rank: at(WAITS, place) for rank, place in places.items()}
+    after = {rank: at(WAITS, place, 14.0, float(rank + 1)) for rank, place in places.items()}
+    message = diagnose(before, after, "host", 600.0)
+    assert re.match(r"rank.*: waiting at place 0 \(step 7\), for 31 s\. ", message), message
+    assert message.count("waiting at") == 6
+    assert "36 ranks elsewhere." in message
+
+
 def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=os.getpid())}
     assert re.search(r"no sign of life\b.*\bprocess runs", diagnose(silent, silent, "host", 1.0))
@@ -373,6 +384,27 @@ def test_who_keeps_the_store(agent: str, ranks: tuple[int, ...], keeper: str, mo
     watch = SimpleNamespace(rank=1, ranks=ranks, _elsewhere=lambda: "", _ask=lambda result: None)
     message = heartbeat.Watch.diagnosis(watch)  # type: ignore[arg-type] # a store that does not answer
     assert re.match(f"{keeper}: no answer from the store", message), message
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "local", "others"),
+    [(5, range(8), "4", "ranks 0-3"), (2, range(8), "4", "ranks 4-7"), (1, range(8), "8", ""), (0, range(2), "", "")],
+)
+def test_ranks_of_other_machines(
+    rank: int, ranks: range, local: str, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the store nothing is known of them. Machines have consecutive ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    message = heartbeat.Watch._elsewhere(SimpleNamespace(rank=rank, ranks=tuple(ranks)))  # type: ignore[arg-type]
+    assert message == (f"Lost or out of reach: {others}, on other machines. " if others else "")
+
+
+def test_beats_are_rarer_with_thousands_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 1.0)
+    assert [heartbeat._every_s(size) for size in (2, 1000, 4000)] == [1.0, 1.0, 4.0]
+    assert heartbeat._patience_s(4000) == 10.0
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from meshwright.memory.budget import fits
-from meshwright.mesh import memory_limits
+from meshwright.memory.budget import Need, fits, too_large
+from meshwright.mesh import loopback, memory_limits, shared_devices
 from meshwright.mesh.memory_limits import Memory, memory_of
 from meshwright.sharding import Stored
 
@@ -14,6 +19,55 @@ from meshwright.sharding import Stored
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "_host_bytes", lambda: 1000)
     assert memory_of(torch.device("cpu"), 3) == Memory(333, 333, shared=True)
+
+
+def test_the_smallest_limit_of_a_container_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cgroup may have no limit ("max"), and one of two may be absent. Only the machine itself then limits."""
+    files = tmp_path / "v2", tmp_path / "v1"
+    monkeypatch.setattr(memory_limits, "_LIMITS", tuple(map(str, files)))
+    machine = memory_limits._host_bytes()
+    files[0].write_text("max\n")
+    assert memory_limits._host_bytes() == machine > 5000
+    files[1].write_text("5000\n")
+    assert memory_limits._host_bytes() == 5000
+    files[0].write_text("7000")
+    assert memory_limits._host_bytes() == 5000
+    files[1].write_text(str(1 << 63))
+    assert memory_limits._host_bytes() == 7000
+
+
+def test_neighbouring_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes each for a host of its own. What the user has set stays."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
+    assert shared_devices.environment_of(1, 1) == {}
+    chosen = [shared_devices.environment_of(rank, 2) for rank in range(4)]
+    assert [each["LOCAL_RANK"] for each in chosen] == ["0", "0", "1", "1"]
+    assert len({each["NCCL_HOSTID"] for each in chosen}) == 4
+    assert all("NCCL_MAX_CTAS" not in each and each["NCCL_IB_DISABLE"] == "1" for each in chosen)
+
+
+def test_ranks_of_one_machine_stay_on_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has another name on macOS. A choice of the user stays, and no device is no choice."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    devices = [(1, "eth0"), (2, "lo0")]
+    monkeypatch.setattr(loopback.socket, "if_nameindex", lambda: devices)
+    assert loopback.loopback_devices() == {"NCCL_SOCKET_IFNAME": "=lo0"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert loopback.loopback_devices() == {"GLOO_SOCKET_IFNAME": "lo0", "NCCL_SOCKET_IFNAME": "=lo0"}
+    devices.pop()
+    assert loopback.loopback_devices() == {}
+
+
+def test_an_error_names_what_is_missing_where() -> None:
+    need = cast(Need, SimpleNamespace(axes="fsdp=2", stored=lambda: STORED))
+    with patch("meshwright.memory.budget.ways_out", lambda *_: "choose fsdp=4"):
+        apart, shared = (too_large(need, Memory(5 * 10**9, 7 * 10**9, shared=each)) for each in (False, True))
+    expected = "fsdp=2 does not fit: a rank needs 9 GB (parameters 6 GB, masters 3 GB on the host) and has 5 GB"
+    assert (apart, shared) == (f"{expected}, and 7 GB on the host; choose fsdp=4", f"{expected}; choose fsdp=4")
+
+
+STORED = [Stored("parameters", 6 * 10**9), Stored("masters", 3 * 10**9, host=True)]
 
 
 @pytest.mark.parametrize(
