@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +18,13 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright import weights
-from meshwright.checkpoint import newest_whole, open_newest, opened_at
+from meshwright.checkpoint import Keep, folder, inspect, newest_whole, open_newest, opened_at
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.restore import Checkpoint, broken
 from meshwright.engine.convert import convert
 from meshwright.train import resume_point
 from meshwright.train.data_sources import model_directory
+from meshwright.weights import Entry
 from tests import tiny, worlds
 from tests.test_checkpoint_broken import error_of, flip
 from tests.words import words
@@ -79,8 +85,8 @@ def test_a_model_that_is_a_checkpoint_is_compared_with_its_checksums(step: Path)
         for read in small if name != "model.safetensors" else []:
             assert re.search(expected, error_of(read))
         flip(step / name, at(step))
-    for folder in ("master", "exp_avg", "exp_avg_sq"):
-        shutil.rmtree(step / folder)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        shutil.rmtree(step / name)
     mw.load(step, mw.Mesh(device="cpu"))  # its weights are whole
 
 
@@ -171,3 +177,66 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     assert resume_point._resume_source(config, tmp_path) == (folder, "")
     with pytest.raises(mw.CheckpointError, match="no complete checkpoint"):
         open_newest(folder, [])
+
+
+def make(at: Path, step: int) -> Path:
+    """Make a checkpoint without files."""
+    with folder.Draft(at, step) as draft:
+        draft.commit(Manifest(step, {"weights": ""}, {}, {}, {}))
+    return draft.final
+
+
+def test_a_save_keeps_no_file_open_and_removes_no_later_step(tmp_path: Path) -> None:
+    """A run of thousands of saves has no more descriptors than one. Later steps are of another run."""
+    opened = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731 - short
+    before = opened()
+    one, two, three, four, later = (make(tmp_path, step) for step in (1, 2, 3, 4, 8))
+    folder.Draft(tmp_path, 9).abandon()
+    assert opened() == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    folder.remove_earlier(tmp_path, 4, Keep(last=1, every=3), in_use=two)
+    assert sorted(tmp_path.iterdir()) == [two, three, four, later]
+    assert folder.later_than(tmp_path, 4) == [later]
+    assert not one.exists()
+    assert (newest_whole(tmp_path), newest_whole(tmp_path, exclude=later)) == (later, four)
+    assert f"({four} has all its files: use that)" in broken(later)
+
+
+def test_a_draft_without_a_lock_is_left_for_an_hour(tmp_path: Path) -> None:
+    """Another job may have made its directory, and not yet its lock."""
+    young, old = (tmp_path / f".step-00000{step}.unfinished-01234567" for step in (1, 2))
+    for path, age in ((young, 3000), (old, 4000)):
+        path.mkdir()
+        os.utime(path, (time.time() - age,) * 2)
+    make(tmp_path, 3)
+    assert (young.exists(), old.exists()) == (True, False)
+
+
+def test_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of the checkpoint: tensors that are trained, not those that exist; bytes of all files, not of tensors."""
+    entries = {name: Entry(name, "m", "BF16", (3,), 100, 106) for name in "abc"}
+    about = {"model": "qwen3", "parameters": 12_345, "date": "today", "mesh": "fsdp=2"}
+    trainer = {"step": 1200, "tokens": 34_000, "head": "lm", "settings": {"max_norm": 2.0}, "state": None}
+    checkpoint = Checkpoint(
+        tmp_path, Manifest(1200, {}, {"m": 106, "x": 2_000}, {"runs/0": 1, "runs/1": 2}, about),
+        cast(Any, SimpleNamespace(of_file={"m": [0, 1], "x": [2]})),
+        {"weights": cast(Any, SimpleNamespace(entries=entries, files=["m"]))}, {**trainer, "trained": ["a", "b"]},
+    )  # fmt: skip
+    differences = [inspect.Difference("weights", f"k{n}", "values", 0.25, 1_000 + n) for n in range(23)]
+    inspect.print_checkpoint(checkpoint, None, differences)
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "qwen3, 12,345 parameters, 2 tensors trained", "step 1,200, 34,000 tokens", "today on fsdp=2 by 2 ranks",
+        "2.1 kB in 3 runs", "max_norm 2.0", "state none", "weights 3 1 BF16 18 bytes", "bytes not read",
+        "23 tensors differ", "weights k19: values, 1,019 elements, by up to 0.25 and 3 more",
+    ):  # fmt: skip
+        assert text in said, (text, said)
+    inspect.print_checkpoint(checkpoint, [], [])
+    said = capsys.readouterr().out
+    assert "every byte is as it was written" in said
+    assert "no tensor differs" in said
+    inspect.print_checkpoint(checkpoint, ["bytes 3 to 4"], None)
+    said = capsys.readouterr().out
+    assert "bytes 3 to 4" in said
+    assert "every byte" not in said
+    assert "differ" not in said

@@ -16,6 +16,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.engine.loss_documents import LossDocuments
 from meshwright.objectives import Embedding, add_embedding_files, last_token_labels
+from meshwright.objectives.embedding_files import _with_prompts
 from meshwright.ops.part_sizes import shrunk_part_sizes
 from tests import contrast, parts, rl_losses, tiny, trials, worlds
 from tests.contrast import CASES
@@ -382,6 +383,23 @@ def test_exports_and_checkpoints_keep_the_files_of_embedding_models(embedder: Pa
         for name in (*FILES, "2_Dense/model.safetensors"):
             assert (tmp_path / folder / name).read_bytes() == (own / name).read_bytes(), (folder, name)
         assert not (tmp_path / folder / "3_Unnamed").exists()
+
+
+def test_prompts_of_a_model_are_replaced_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that is not given stays, and a warning names it, because training does not use it."""
+    content = json.dumps({"prompts": {"query": "q: ", "document": "d: ", "sts": "s: "}, "of": "the user"}).encode()
+    made = _with_prompts(content, {"query": "new: ", "document": ""})
+    assert json.loads(made["config_sentence_transformers.json"]) == {
+        "prompts": {"query": "new: ", "document": "d: ", "sts": "s: "}, "of": "the user"
+    }  # fmt: skip
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model's own prompt of a document, 'd: ', is not used in training; set document_prompt"
+    ]
+    assert _with_prompts(content, {"query": "", "document": ""}) == {}
+    assert len(caplog.records) == 3
+    assert json.loads(_with_prompts(None, {"query": "a", "document": ""})["config_sentence_transformers.json"]) == {
+        "prompts": {"query": "a"}
+    }
 
 
 def _trained(source: Path, loss: Any) -> tuple[float, dict[str, Tensor], Tensor]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import meshwright as mw
+from meshwright.data.images import Frame, Images
+from meshwright.engine.agreement import Data, GatheredData, Proposal, _streams, checksum, whole_step
+from meshwright.engine.batching import _settings_to_compare
+from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 from tests.trials import build, feed
 from tests.words import words
@@ -161,6 +167,68 @@ def test_what_ranks_disagree_on_is_named_on_all(messages_of_ranks: Disagreed, fo
     for text in messages_of_ranks(name):
         assert re.search(DISAGREED[name][3], text), text
     assert not list(folder.iterdir())
+
+
+WHOLE = mw.Batch(
+    torch.arange(8), torch.arange(1, 9), (0, 3, 6, 8), {"gain": torch.ones(8)}, numbers=(0, 1, 2), groups=(4, 4, 5),
+    images=Images(torch.zeros(8, 3), (Frame(2, 4, 1),)), experts=torch.zeros(8, 1, 2, dtype=torch.int64),
+)  # fmt: skip
+OTHERS: dict[str, mw.Batch] = {
+    "tokens": replace(WHOLE, tokens=torch.arange(8) + 1),
+    "labels": replace(WHOLE, labels=torch.arange(8)),
+    "bounds": replace(WHOLE, bounds=(0, 4, 6, 8)),
+    "fields": replace(WHOLE, fields={"gain": torch.zeros(8)}),
+    "groups": replace(WHOLE, groups=(4, 5, 5)),
+    "pixels": replace(WHOLE, images=Images(torch.ones(8, 3), (Frame(2, 4, 1),))),
+    "frames": replace(WHOLE, images=Images(torch.zeros(8, 3), (Frame(4, 2, 1),))),
+    "places": replace(WHOLE, images=Images(torch.zeros(8, 3), (Frame(2, 4, 3),))),
+    "experts": replace(WHOLE, experts=torch.ones(8, 1, 2, dtype=torch.int64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_of_a_batch_is_compared(name: str) -> None:
+    """Ranks of one data rank compare their batches, and all ranks the documents that they give to `mw.batches`."""
+    assert checksum(_streams(WHOLE)) == checksum(_streams(replace(WHOLE, tokens=WHOLE.tokens.clone())))
+    assert checksum(_streams(WHOLE)) != checksum(_streams(OTHERS[name]))
+    settings, others = (_settings_to_compare(each, 8) for each in (WHOLE, OTHERS[name]))
+    odd = [key for key in settings if settings[key] != others[key]]
+    assert len(odd) == 1, odd
+    words_of = {"tokens": "documents", "bounds": "documents", "fields": "'gain'", "pixels": "images"}
+    words_of |= {"frames": "images", "places": "images"}
+    assert words_of.get(name, name) in odd[0]
+
+
+def test_numbers_of_documents_are_compared_and_names_of_groups_are_not() -> None:
+    """Ids of groups may differ from rank to rank, and two ranks with the same documents must give them one order."""
+    assert checksum(_streams(WHOLE)) != checksum(_streams(replace(WHOLE, numbers=(1, 0, 2))))
+    assert checksum(_streams(WHOLE)) == checksum(_streams(replace(WHOLE, groups=(9, 9, 1))))
+
+
+def gathered(*data: Data) -> tuple[GatheredData, Any]:
+    """Return the data of four ranks, of which two neighbours are one data rank, and their mesh."""
+    rows = torch.tensor([astuple(each) for each in data], dtype=torch.float64)
+    mesh = SimpleNamespace(axes="fsdp=2 tp=2", ranks_over=lambda _: torch.arange(4))
+    return GatheredData(rows, torch.tensor([0, 0, 1, 1])), mesh
+
+
+def test_a_step_is_the_sum_over_data_ranks() -> None:
+    """Ranks of tp hold the same batches, which count once. Images are those of any rank."""
+    one = Data(2.5, 1.5, 4, 3, 5, num_batches=2, num_tokens=8, num_real=14, checksum=7, images_mask=1)
+    two = Data(0.5, 0.25, 1, 2, 3, num_batches=2, num_tokens=8, num_real=9, checksum=8, images_mask=2)
+    step = whole_step(Proposal(lr=0.1, max_norm=2.0), *gathered(one, one, two, two))
+    assert (step.lr, step.max_norm, step.weight, step.num_targets, step.num_tokens) == (0.1, 2.0, 3.0, 5, 23)
+    assert (step.num_batches, step.images_mask, astuple(step.mtp)) == (2, 3, (1.75, 5, 8))
+    wrong = {
+        "rank 3 has 1 batch of 8 tokens, rank 0 2 of 8": (one, one, two, replace(two, num_batches=1)),
+        "rank 2 has 2 batches of 9 tokens, rank 0 2 of 8": (one, one, replace(two, num_tokens=9), two),
+        "ranks 2 and 3 are one data rank": (one, one, two, replace(two, checksum=9)),
+        "no token of the step has a label": (Data(num_batches=1),) * 4,
+        "sum to -1.0; give some target a weight": (replace(one, weight=-1.5),) * 2 + (two,) * 2,
+    }
+    for text, data in wrong.items():
+        with pytest.raises((RankError, mw.DataError), match=re.escape(text)):
+            whole_step(Proposal(), *gathered(*data))
 
 
 def test_configs_that_differ(source: Path, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,6 +389,34 @@ def messages(sources: dict[str, Path]) -> dict[str, str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused(messages: dict[str, str], name: str) -> None:
     assert re.search(REFUSED[name][1], messages[name]), messages[name]
+
+
+def test_files_of_scores_never_get_an_earlier_name(tmp_path: Path) -> None:
+    """A user may have removed one of them. Each data rank has names of its own."""
+    for name in ("scores-00001-00000", "scores-00001-00002", "scores-00000-00007"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"")
+    tensors = {"a.ids": torch.zeros(2, 3, dtype=torch.int32)}
+    writer: Any = SimpleNamespace(
+        directory=tmp_path, mesh=SimpleNamespace(data_rank=1), _tensors=tensors, _num_bytes=24
+    )
+    for _ in range(2):
+        TeacherScoresWriter._flush(writer)
+    assert (writer._tensors, writer._num_bytes) == ({}, 0)
+    assert load_file(tmp_path / "scores-00001-00003.safetensors").keys() == {"a.ids"}
+    assert len([*tmp_path.iterdir()]) == 4
+
+
+def test_a_fingerprint_is_of_config_and_weights(sources: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(sources["qwen3"], tmp_path / "m")
+    seen = [weights_fingerprint(sources["qwen3"]), weights_fingerprint(tmp_path / "m")]
+    (tmp_path / "m" / "README.md").write_text("any text")
+    seen.append(weights_fingerprint(tmp_path / "m"))
+    assert len({*seen}) == 1
+    for name in ("config.json", "model.safetensors"):
+        data = (tmp_path / "m" / name).read_bytes()
+        (tmp_path / "m" / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        seen.append(weights_fingerprint(tmp_path / "m"))
+    assert len({*seen}) == 3
 
 
 def test_scores_of_another_teacher_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:

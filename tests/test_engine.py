@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import meshwright as mw
+from meshwright.engine.mtp import MtpRecord
+from meshwright.engine.step_results import Results, norms_if_applied, results_of
 from meshwright.errors import RankError
 from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed
@@ -216,6 +219,48 @@ def values_of_last_tokens(source: Path) -> tuple[float, float]:
     value = mw.logits(engine.model, batch(0.0))
     expected = ((value[2] - 1) ** 2 / 2 + 2 * (value[4] - 3) ** 2 / 2) / 3
     return engine.evaluate([batch(3.0)]), float(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norms", "head", "text"),
+    [
+        (1.0, (1.0, 1.0), 1.0, ""),
+        (math.nan, (math.nan, 1.0), 1.0, "the loss of step 7 is nan"),
+        (1.0, (math.inf, 1.0), 1.0, "the gradient norm of step 7 is inf"),
+        (1.0, (1.0, 1.0), math.inf, "the loss of the MTP head of step 7 is inf"),
+        (1.0, (1.0, math.nan), 1.0, "the gradient norm of the MTP head of step 7 is nan"),
+        (1.0, (1.0,), 1.0, ""),
+    ],
+)
+def test_the_number_that_is_not_finite_is_named(loss: float, norms: tuple[float], head: float, text: str) -> None:
+    """A metric may be anything. The MTP head has a norm of its own where it is clipped alone."""
+    shares = [loss - 0.25, 0.25, head, 0.5, math.nan, 3.0]
+    made = results_of(shares, norms, torch.zeros(0), True, ["a", "b"])
+    assert made.nonfinite(7) == text
+    assert (made.router_loss, made.metrics["b"], math.isnan(made.metrics["a"])) == (0.25, 3.0, True)
+    assert made.mtp is not None
+    assert (made.mtp.acceptance, made.mtp.grad_norm is None) == (0.5, len(norms) == 1)
+    without = results_of([*shares[:2], *shares[4:]], norms[:1], torch.zeros(0), False, ["a", "b"])
+    assert without.mtp is None
+    assert without.metrics["b"] == 3.0
+    assert Results(mtp=MtpRecord(1.0, 1.0)).nonfinite(1) == "", "after backward there is no norm"
+
+
+@pytest.mark.parametrize(
+    ("reduced", "norms", "applied"),
+    [
+        ([0.0, 1.0, 0.5, 2.0], [3.0], True),
+        ([0.0, 1.0, 0.5, math.nan], [3.0], True),  # a metric
+        ([1.0, 1.0, 0.5, 2.0], [3.0], False),  # the loss has failed on a rank
+        ([0.0, math.nan, 0.5, 2.0], [3.0], False),
+        ([0.0, 1.0, math.inf, 2.0], [3.0], False),
+        ([0.0, 1.0, 0.5, 2.0], [3.0, math.inf], False),
+    ],
+)
+def test_norms_are_no_numbers_where_a_step_raises(reduced: list[float], norms: list[float], applied: bool) -> None:
+    """A fused update multiplies by them before the host knows."""
+    result = norms_if_applied(torch.tensor(reduced), torch.tensor(norms), num_metrics=1)
+    assert result.tolist() == norms if applied else bool(result.isnan().all())
 
 
 def test_a_value_head_trains_the_last_token(source: Path) -> None:

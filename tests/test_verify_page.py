@@ -21,9 +21,9 @@ from meshwright.plan.html import Cell, flowing, page, table, tag
 from meshwright.plan.tables import ranges
 from meshwright.plan.wording import size
 from meshwright.sharding import Work
-from meshwright.verify import Finding, Plan, RunResult, plan
+from meshwright.verify import Finding, Plan, RunResult, plan, report
 from meshwright.verify.report import print_table, verify_page
-from meshwright.verify.results import Margin
+from meshwright.verify.results import Margin, Notes, merged, read_notes
 from tests import tiny, worlds
 from tests.pages import Read
 from tests.published_configs import QWEN2, QWEN3_5, QWEN3_30B_A3B
@@ -263,6 +263,46 @@ def test_the_first_line_is_for_a_lead(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert more.split(";")[0] in Read(whole(tried, [part])).text
     print_table("tiny-qwen3", tried, [well])
     assert f"allowed, in {name}" in " ".join(capsys.readouterr().out.split()), "nothing is cut at 80 columns"
+
+
+def test_the_notes_of_all_ranks_are_one(tmp_path: Path) -> None:
+    """A rank that was killed has left half a line. Counts add up, and the worst share of a bound remains."""
+    far, near = Margin("G1", "gradients", 5, 8e-10, 1e-9, "a"), Margin("G1", "gradients", 7, 9e-10, 1e-8, "b")
+    first, second = Notes(tmp_path / "0.notes"), Notes(tmp_path / "1.notes")
+    for notes in (first, second):
+        notes.add_findings("G1", [Finding("G1", "norm", "off")])
+    first.add_margin(near)
+    second.add_margin(far)
+    second.add_margin(Margin("W1", "weights", 3))
+    with (tmp_path / "1.notes").open("a") as file:
+        file.write('["margin", {"oracle\n["ended", "W1"]\n')
+    made = read_notes(tmp_path)
+    assert made.findings == [Finding("G1", "norm", "off")]
+    assert made.margins == [replace(far, count=12), Margin("W1", "weights", 3)]
+    assert made.ended == ["G1"], "what follows half a line is not read"
+    assert merged([far, near]) == merged([near, far]) == made.margins[:1]
+
+
+def test_what_one_run_left_open_another_may_answer() -> None:
+    """The text of an oracle is its worst margin in the first run that has any, and no "all equal" of what fails."""
+    margins = [
+        Margin("G1", "copies", 900),
+        Margin("G1", "gradients", 9, 2e-10, 1e-9),
+        Margin("G1", "sums", 4, 9e-9, 1e-8),
+    ]
+    requested = ("W1", "G1", "K1")
+    cut = RunResult("float64", 1.0, [Finding("W1", "x", "off")], requested, margins=margins, ended=("W1",))
+    well = RunResult("float32", 1.0, [], requested, ended=("W1", "G1"))
+    tried = plan("tiny-qwen3", Axes(tp=2))
+    assert report.headline(tried, [cut, well])[1] == "findings: 1; 1 check was not answered"
+    assert report.margin_text([well, cut], "G1") == "4 sums: 9.0e-09 off, 1e-08 allowed"
+    bad = replace(cut, findings=[Finding("G1", "x", "off")], margins=margins[:1])
+    assert report.margin_text([bad], "G1") == ""
+    assert report.margin_text([replace(bad, findings=[])], "G1") == "900 copies, all equal"
+    runs = report.report_json("m", tried, [cut, well], ORIGIN)["runs"]
+    assert [run["oracles"]["G1"] for run in runs] == [None, []]
+    assert runs[0]["oracles"]["W1"] == [{"name": "x", "what": "off", "guess": ""}]
+    assert [each["count"] for each in runs[0]["margins"]["G1"]] == [900, 9, 4]
 
 
 def test_long_names_break_where_a_reader_would_break_them() -> None:

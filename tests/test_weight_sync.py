@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.errors import RankError
 from meshwright.mesh.loopback import ADDRESS, serve_store
 from meshwright.ops.part_sizes import shrunk_part_sizes
 from meshwright.weight_sync import (
@@ -26,8 +29,10 @@ from meshwright.weight_sync import (
     receive_from_process,
     send_to_group,
     send_to_process,
+    shared_memory,
 )
-from meshwright.weight_sync.buckets import bytes_of, exhaust
+from meshwright.weight_sync.buckets import bucket_size, bytes_of, exhaust, fill, num_buckets
+from meshwright.weight_sync.process import _Channel
 from tests import tiny, worlds
 from tests.trials import error_of, feed, mesh_of
 
@@ -251,6 +256,49 @@ def test_odd_tensors_pass_through_shared_memory(tmp_path: Path) -> None:
     with outside(check, tmp_path / "it"):
         send_to_process(TENSORS.items(), SPECS, tmp_path / "it", bucket_bytes=1_001)
         send_to_process([], [], tmp_path / "it")
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 1_000_000])
+def test_buckets_are_as_many_as_are_filled(size: int) -> None:
+    for specs, stream in ((SPECS, TENSORS.items()), ([], [])):
+        bucket = torch.empty(bucket_size(specs, size), dtype=torch.uint8)
+        assert len(bucket) == max(1, min(size, sum(spec.num_bytes for spec in specs)))
+        assert len(list(fill(stream, specs, bucket))) == num_buckets(specs, len(bucket))
+
+
+def test_a_bucket_is_closed_on_both_sides_and_for_others() -> None:
+    """A weight sync in each step may leave no descriptor open. Memory without the mark is not the sender's."""
+    cpu = torch.device("cpu")
+    bucket, offered, handle = shared_memory.make(5, cpu)
+    assert handle is not None
+    with pytest.raises(RankError, match="not the sender's memory"):
+        shared_memory.attach({**offered, "mark": "00" * 16}, os.dup(handle), cpu)
+    with pytest.raises(RankError, match="device= of the receiver is the host"):
+        shared_memory.attach(offered, None, cpu)
+    attached = shared_memory.attach(offered, handle, cpu)
+    bucket.copy_(torch.arange(5))
+    assert attached.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        given = os.dup(theirs.fileno())
+        _Channel(ours).give(given)
+        os.close(_Channel(theirs).take_handle())
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(given)
+
+
+def test_no_other_user_can_take_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, listen = [], socket.socket.listen
+
+    def seen(self: socket.socket, *args: int) -> None:
+        modes.append(stat.S_IMODE((tmp_path / "it").stat().st_mode))
+        listen(self, *args)
+
+    monkeypatch.setattr(socket.socket, "listen", seen)
+    assert "no receiver came" in error_of(lambda: send_to_process([], [], tmp_path / "it", timeout_s=0.01))
+    assert modes == [0o600]
 
 
 @pytest.mark.parametrize(
