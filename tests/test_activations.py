@@ -25,6 +25,7 @@ from meshwright.memory.simulate import Live, StepWork, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import meta_kernels
+from meshwright.ops.codings import FP8
 from meshwright.recipe import Recipe
 from meshwright.sharding import GATHERED, GRADIENTS, IN_FLIGHT, ShardingSpec
 from meshwright.train.config_model import warn_of_memory
@@ -264,6 +265,23 @@ def test_need_includes_the_step() -> None:
     }
     assert fullest[GRADIENTS] <= most[GRADIENTS]
     assert all(fullest.get(what, 0) <= most[what] for what in (GATHERED, IN_FLIGHT)), "at once there is less"
+
+
+def test_stages_and_layers_of_other_memory_are_simulated_apart() -> None:
+    """A frozen layer that is stored as codes, a stage whose input needs a gradient, one that stays gathered."""
+    blueprint = Blueprint.of(tiny.of("qwen3", num_hidden_layers=4))
+    [stage] = blueprint.spec.stages(Axes(), 0)
+    every = {f"layers.{number}" for number in range(4)}
+    kinds = simulate._kinds(blueprint.spec, stage, every, {"layers.1.mixer.q.weight": FP8})
+    assert [*kinds.values()] == [[0, 2, 3], [1]]
+    assert [*simulate._kinds(blueprint.spec, stage, every - {"layers.0"}, {}).values()] == [[0], [1, 2, 3]]
+    [stays] = blueprint.with_options(memory=mw.MemoryOptions(reshard=False)).spec.stages(Axes(), 0)
+    others = simulate._kinds(blueprint.spec, stage, every, {})
+    keys = {
+        simulate._cache_key(of, some, carried=carried)
+        for of in (stage, stays) for some in (kinds, others) for carried in (False, True)
+    }  # fmt: skip
+    assert len(keys) == 8
 
 
 @pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])

@@ -22,6 +22,7 @@ from meshwright.checkpoint import Keep, folder, inspect, newest_whole, open_newe
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.restore import Checkpoint, broken
 from meshwright.engine.convert import convert
+from meshwright.engine.resume_checks import check_same_config, settings_of
 from meshwright.train import resume_point
 from meshwright.train.data_sources import model_directory
 from meshwright.weights import Entry
@@ -240,3 +241,45 @@ def test_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "bytes 3 to 4" in said
     assert "every byte" not in said
     assert "differ" not in said
+
+
+def differs(now: dict[str, object], then: dict[str, object], *new_config: str) -> str:
+    """Return why a config refuses a resume."""
+    model, saved = (SimpleNamespace(config=each, mesh=SimpleNamespace(rank=0)) for each in (now, then))
+    return error_of(lambda: check_same_config(cast(Any, model), cast(Any, saved), Path("step-000001"), new_config))
+
+
+def test_fields_of_config_that_a_resume_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    """By name wherever they stand: what computes other values is refused unless it is confirmed, what changes text or
+    loss is logged, what only says how files are stored is ignored."""
+    old = {"text_config": {"rope_theta": 1e4, "bos_token_id": 3, "quantization_config": {"bits": 8}}, "eps": 1e-6}
+    new = {"text_config": {"rope_theta": 1e6, "bos_token_id": 3, "quantization_config": {"bits": 4}}, "eps": 1e-6}
+    refused = differs(new, old)
+    assert "text_config.rope_theta of config.json was 10000.0 in step-000001, and is 1000000.0 now" in refused
+    assert "new_config=['text_config.rope_theta']" in refused
+    assert not caplog.records
+    for name in ("rope_theta", "text_config.rope_theta"):
+        caplog.clear()
+        assert differs(new, old, name) == ""
+        assert [each.getMessage() for each in caplog.records] == [
+            "text_config.rope_theta of config.json was 10000.0 in step-000001, and is 1000000.0 now"
+        ]
+    caplog.clear()
+    assert differs({"eos_token_id": 4}, {"eos_token_id": [4, 5], "dtype": "float32"}) == ""
+    assert [each.getMessage().split(" of ")[0] for each in caplog.records] == ["eos_token_id"]
+    assert "eps of config.json was 1e-06 in step-000001, and is None now" in differs({}, {"eps": 1e-6})
+
+
+def test_settings_that_a_checkpoint_records() -> None:
+    """A resume warns where one of them changes. Those of an MTP head count where the engine trains one."""
+    options = mw.AdamW(betas=(0.8, 0.9), state_dtype=torch.bfloat16)
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(options=options), max_norm=2.0, router=SimpleNamespace(mode="previous"), mtp=None,
+        model=SimpleNamespace(recipe=SimpleNamespace(mtp="head", mtp_weight=0.25)),
+    )  # fmt: skip
+    made = settings_of(cast(Any, engine))
+    assert made.items() >= {"betas": [0.8, 0.9], "max_norm": 2.0, "router_aux": "previous"}.items()
+    assert made["state"] == "torch.bfloat16"
+    assert "mtp" not in made
+    engine.mtp = object()
+    assert settings_of(cast(Any, engine)) == {**made, "mtp": "head", "mtp_weight": 0.25}

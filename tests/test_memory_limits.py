@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -10,10 +11,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshwright.memory.budget import Need, fits, too_large
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
+from meshwright.memory.budget import (
+    Need,
+    _smallest_mesh,
+    _with_offload,
+    fits,
+    held_while_training,
+    too_large,
+    with_hold,
+)
 from meshwright.mesh import loopback, memory_limits, shared_devices
 from meshwright.mesh.memory_limits import Memory, memory_of
-from meshwright.sharding import Stored
+from meshwright.recipe import MemoryOptions, Pipeline, Recipe
+from meshwright.sharding import HELD, Stored
+from tests import tiny
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +78,53 @@ def test_an_error_names_what_is_missing_where() -> None:
         apart, shared = (too_large(need, Memory(5 * 10**9, 7 * 10**9, shared=each)) for each in (False, True))
     expected = "fsdp=2 does not fit: a rank needs 9 GB (parameters 6 GB, masters 3 GB on the host) and has 5 GB"
     assert (apart, shared) == (f"{expected}, and 7 GB on the host; choose fsdp=4", f"{expected}; choose fsdp=4")
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """A need of 1,000 bytes, divided by fsdp."""
+
+    axes: Axes
+
+    def stored(self) -> list[Stored]:
+        return [Stored("parameters", 1000 // self.axes.fsdp)]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "num_bytes", "mesh"),
+    [(2, 250, Axes(fsdp=4, tp=2)), (2, 249, Axes(fsdp=8, tp=2)), (3, 83, Axes(fsdp=12, tp=2)), (4096, 0, None)],
+)
+def test_the_smallest_mesh_that_fits_is_suggested(fsdp: int, num_bytes: int, mesh: Axes | None) -> None:
+    need = cast(Need, Shrinking(Axes(fsdp=fsdp, tp=2)))
+    assert _smallest_mesh(need, Memory(num_bytes, 0, shared=False)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("options", "offload"),
+    [(dict(gather_once=True), False), (dict(sum_once=True), False), (dict(), True)],
+)
+def test_offload_is_no_way_out_where_it_is_refused(options: dict[str, bool], offload: bool) -> None:
+    need = SimpleNamespace(
+        spec=SimpleNamespace(recipe=Recipe(memory=MemoryOptions(**options))), passing=None,
+        held=SimpleNamespace(offload=offload),
+    )  # fmt: skip
+    assert _with_offload(cast(Need, need)) is None
+
+
+def test_a_pipeline_holds_what_takes_less_than_a_third() -> None:
+    """All parameters gathered for a whole step, and their gradients. A schedule that needs it holds it anyway."""
+    blueprint, axes = Blueprint.of(tiny.of("qwen3")), Axes(pp=2, fsdp=2)
+    holds = blueprint.with_options(pipeline=Pipeline(hold=True))
+    held = held_while_training(torch.bfloat16, frozenset(blueprint.trained()))
+    once = sum(each.num_bytes for each in Need(holds.spec, axes, held).stored() if each.what in HELD)
+
+    def hold(pipeline: Pipeline, device_bytes: int) -> bool | None:
+        changed = with_hold(blueprint.with_options(pipeline=pipeline), axes, torch.bfloat16, device_bytes)
+        return changed.recipe.pipeline.hold
+
+    assert [hold(Pipeline(), 3 * once + more) for more in (0, 1)] == [False, True]
+    assert [hold(Pipeline(hold=each), 0) for each in (True, False)] == [True, False]
+    assert hold(Pipeline("zero-bubble"), 0)
 
 
 STORED = [Stored("parameters", 6 * 10**9), Stored("masters", 3 * 10**9, host=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,9 +12,20 @@ from typing import Any, cast
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.engine.loss_documents import LossDocuments
+from meshwright.engine.validation import (
+    check_batches,
+    check_candidate_ids,
+    check_num_top,
+    check_prompts,
+    check_temperature,
+    check_top_p,
+    lr_of_step,
+    norm_bound,
+)
 from meshwright.errors import ConfigError, DataError, LayoutError, MeshError, StateError
 from meshwright.integrations import areal_options, jagged, options, verl_options
 from meshwright.mesh import Mesh
@@ -142,6 +154,58 @@ MESHES: dict[str, Refusal] = {
 @pytest.mark.parametrize("case", MESHES)
 def test_ranks_and_axes_that_no_mesh_has_are_refused(case: str) -> None:
     MESHES[case].check()
+
+
+BATCH = mw.pack([[5, 6, 7]], length=4)
+
+
+def candidates_of(*ids: int) -> mw.Batch:
+    """Return a batch with one candidate for each token. The last two tokens have no label."""
+    return BATCH.with_fields(ids=torch.tensor(ids).view(-1, 1))
+
+
+ARGUMENTS: dict[str, Refusal] = {
+    "prompt of 15": Refusal(lambda prompt: check_prompts([[1], prompt], 2, 9, 16), [5] * 15, DataError,
+        "prompt 1 has 15 tokens & the 2 after it more than the 16", ([5] * 14, [0], [8])),
+    "token 9": Refusal(lambda token: check_prompts([[token]], 1, 9, None), 9, DataError,
+        "prompt 0 has a token outside the vocabulary of 9", (8, 0)),
+    "token -1": Refusal(lambda token: check_prompts([[token]], 1, 9, None), -1, DataError, "outside the vocabulary"),
+    "tokens=0": Refusal(lambda num: check_prompts([[1]], num, 9, None), 0, ConfigError, "tokens=0 & above 0", (1,)),
+    "tokens=True": Refusal(lambda num: check_prompts([[1]], num, 9, None), True, ConfigError, "tokens=True"),
+    "k=0": Refusal(lambda k: check_num_top(k, 9), 0, ConfigError, "k=0 & from 1 to the 9", (1, 9)),
+    "k=10": Refusal(lambda k: check_num_top(k, 9), 10, ConfigError, "k=10"),
+    "k=True": Refusal(lambda k: check_num_top(k, 9), True, ConfigError, "k=True"),
+    "top_p=0": Refusal(check_top_p, 0, ConfigError, "top_p=0 & above 0, and at most 1", (1, 1.0, 1e-9, None)),
+    "top_p=1.01": Refusal(check_top_p, 1.01, ConfigError, "top_p=1.01"),
+    "top_p=nan": Refusal(check_top_p, math.nan, ConfigError, "top_p=nan"),
+    "temperature=inf": Refusal(check_temperature, math.inf, ConfigError, "temperature=inf", (1, 0.1, 1e3)),
+    "temperature of values": Refusal(lambda t: check_temperature(t, ("values",)), 0.5, ConfigError,
+        "temperature=0.5 divides logits", (1, 1.0)),
+    "candidate 9": Refusal(lambda ids: check_candidate_ids([BATCH.with_fields(ids=BATCH.tokens.view(-1, 1)),
+        candidates_of(*ids)], "ids", 9), (1, 9, 1, 1), DataError, "candidate 9 of 'ids' at token 1 & of 9",
+        ((1, 8, 0, 0), (0, 0, -1, -1))),
+    "candidate -2": Refusal(lambda ids: check_candidate_ids([candidates_of(*ids)], "ids", 9), (1, 1, 1, -2), DataError,
+        "candidate -2 of 'ids' at token 3 & -1 is no candidate"),
+    "no candidate": Refusal(lambda ids: check_candidate_ids([candidates_of(*ids)], "ids", 9), (1, -1, -1, -1),
+        DataError, "token 1 has a label, and no candidate", ((1, 1, -1, -1),)),
+    "no candidates": Refusal(lambda name: check_candidate_ids([BATCH], name, 9), "ids", DataError,
+        "no field 'ids'", ("",)),
+    "lr": Refusal(lambda lr: lr_of_step(lr, 3), -1e-9, ConfigError, "lr of step 3 is -1e-09",
+        (0, 0.0, torch.tensor([0.1]))),
+    "lr of two": Refusal(lambda lr: lr_of_step(lr, 3), torch.ones(2), ConfigError, "lr of step 3"),
+    "max_norm=0": Refusal(norm_bound, 0, ConfigError, "max_norm=0 & above 0, or None", (1e-9, 2, None)),
+    "weight inf": Refusal(lambda weight: check_batches([BATCH.with_fields(weight=torch.tensor([1.0, weight, 1, 1]))],
+        9, 1), math.inf, DataError, "weight at position 1 is inf", (0.0, -1.0)),
+    "length of ranks": Refusal(lambda share: check_batches([BATCH], 9, share), 3, DataError,
+        "a batch of 4 tokens & cp\\*tp=3 & length=6", (1, 2, 4)),
+    "vocabulary": Refusal(lambda vocab: check_batches([BATCH], vocab, 1), 7, DataError,
+        "token 7 at position 2 is outside the vocabulary of 7", (8,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_calls_are_refused(case: str) -> None:
+    ARGUMENTS[case].check()
 
 
 @pytest.mark.parametrize("rank", [1, 2])
