@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, newest_whole, opened_at
 from meshwright.checkpoint.manifest import LOCK
+from meshwright.watch import deferred_signal
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 
@@ -94,3 +96,24 @@ def ends_well(source: Path, out: Path) -> None:
     mw.resume(engine, out)
     train(engine, 1)
     mw.save(engine, out)
+
+
+def test_an_interrupt_is_raised_after_what_must_not_be_cut() -> None:
+    """It is neither lost nor early, and the handler before is there again. Other threads get no signals."""
+    before, reached = signal.getsignal(signal.SIGINT), list[str]()
+
+    def cut(act: Callable[[], None]) -> None:
+        with deferred_signal(signal.SIGINT) as came:
+            act()
+            reached.append(f"{len(came)} came")
+
+    with pytest.raises(KeyboardInterrupt):
+        cut(lambda: signal.raise_signal(signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is before
+    thread = threading.Thread(target=cut, args=(lambda: None,))
+    thread.start()
+    thread.join()
+    assert reached == ["1 came", "0 came"]
+    with pytest.raises(StopIteration):
+        cut(lambda: next(iter(())))
+    assert signal.getsignal(signal.SIGINT) is before

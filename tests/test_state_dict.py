@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import meshwright as mw
+from meshwright.engine import engine_state
+from meshwright.engine.asleep import Asleep
+from meshwright.recipe import Lora
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import FAMILIES, engine_of, train, world_of
 from tests.test_checkpoint_broken import error_of
@@ -164,3 +168,36 @@ def previous(source: Path, out: Path, resume: bool) -> list[float]:
     dcp.load(state, checkpoint_id=out)
     engine.load_state_dict(state)
     return train(engine, 1)
+
+
+def counting(steps: int, tokens: int, alpha: float, loads: list[Any]) -> Any:
+    """Return an engine of adapters and an MTP head, without tensors."""
+    routers = [
+        SimpleNamespace(
+            trained_load=torch.full((1, 2), 2.5 * steps + n), resume=lambda load, n=n: loads.append((n, load))
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    mesh = SimpleNamespace(together=lambda act, *_: act())
+    recipe, calls = SimpleNamespace(lora=Lora(rank=2, alpha=alpha)), SimpleNamespace(asleep=Asleep())
+    return SimpleNamespace(
+        steps=steps, tokens=tokens, optimizer=SimpleNamespace(steps=steps), router=routers[0], state_layout=None,
+        mtp=SimpleNamespace(router=routers[1]), trained=[],
+        model=SimpleNamespace(mesh=mesh, recipe=recipe, calls=calls),
+    )  # fmt: skip
+
+
+def test_all_counters_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the load of both routers. Adapters of another scale are refused before anything changes."""
+    monkeypatch.setattr(engine_state, "check_ready", lambda *_: None)
+    monkeypatch.setattr(engine_state, "planes_in_memory", lambda *_: {})
+    loads: list[Any] = []
+    engine, state = counting(0, 0, 4.0, loads), engine_state.state_of(counting(7, 900, 4.0, loads))
+    assert error_of(lambda: engine_state.take_state(counting(0, 0, 4.5, loads), state)) == (
+        "CheckpointError: the state dict has adapters of scale 2, this engine's have 2.25 (lora.alpha, lora.rank, "
+        "lora.rslora); load the model with the lora= that was saved"
+    )
+    assert loads == []
+    engine_state.take_state(engine, state)
+    assert (engine.steps, engine.optimizer.steps, engine.tokens) == (7, 7, 900)
+    assert loads == [(0, [[17.5, 17.5]]), (1, [[18.5, 18.5]])]
