@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from meshwright.parallel import fp8_gather
 from meshwright.recipe import Recipe
 from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
+from meshwright.verify.fp8_cost import StepValues, _cosine, _divergence, p1_cost
 from meshwright.verify.fp8_matmuls import q1_matmuls
 from meshwright.verify.results import Notes
 from tests import fp8_plants, parts, tiny, trials, worlds
@@ -333,3 +335,23 @@ def test_an_export_omits_skipped_matrices(sources: dict[str, Path], tmp_path: Pa
     """It also omits the other matrices of the same modules, which readers join."""
     (names,) = worlds.run(1, written_without, sources["qwen3"], tmp_path / "out")
     assert names == [f"model.layers.1.mlp.{name}_proj.weight_scale_inv" for name in ("down", "gate", "up")]
+
+
+def test_the_cost_of_fp8_is_of_all_gradients_and_of_tokens_with_a_label() -> None:
+    """Gradients are one vector. Predictions of padding and of last tokens count nothing, in batches of any sizes."""
+    batches = [mw.pack([[5, 6, 7]], length=5), mw.pack([[1, 2]])]
+    before, after = ([torch.randn(len(b), 9).double().log_softmax(-1) for b in batches] for _ in range(2))
+    of_token = [(p.exp() * (p - q)).sum(-1) for p, q in zip(before, after, strict=True)]
+    expected = (of_token[0][0] + of_token[0][1] + of_token[1][0]) / 3
+    grads = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    wide, low = StepValues(1.0, before, grads), StepValues(1.0, after, {**grads, "b": torch.tensor([0.0])})
+    assert _divergence(wide, low, batches) == pytest.approx(float(expected))
+    assert _cosine([*wide.grads.values()], [*low.grads.values()]) == pytest.approx(3 / 5)
+    assert _cosine([torch.zeros(2)], [torch.ones(2)]) == 0.0
+    notes = Notes()
+    [finding] = p1_cost(wide, low, notes)
+    assert "0.6000" in finding.what
+    assert (notes.margins[0].count, round(notes.margins[0].share, 6)) == (2, 4.0)
+    assert [*p1_cost(wide, wide, notes)] == []
+    nan = StepValues(1.0, [], {"a": torch.tensor([math.nan, 0.0]), "b": torch.tensor([4.0])})
+    assert len([*p1_cost(wide, nan, notes)]) == 1, "NaN is no good cosine"
