@@ -277,11 +277,14 @@ def test_stages_and_layers_of_other_memory_are_simulated_apart() -> None:
     assert [*simulate._kinds(blueprint.spec, stage, every - {"layers.0"}, {}).values()] == [[0], [1, 2, 3]]
     [stays] = blueprint.with_options(memory=mw.MemoryOptions(reshard=False)).spec.stages(Axes(), 0)
     others = simulate._kinds(blueprint.spec, stage, every, {})
+    codes = {f"layers.{number}.mixer.q.weight": FP8 for number in range(4)}
+    coded = simulate._kinds(blueprint.spec, stage, every, codes)
+    assert [*coded.values()] == [*others.values()] == [[0, 1, 2, 3]]
     keys = {
         simulate._cache_key(of, some, carried=carried)
-        for of in (stage, stays) for some in (kinds, others) for carried in (False, True)
+        for of in (stage, stays) for some in (kinds, others, coded) for carried in (False, True)
     }  # fmt: skip
-    assert len(keys) == 8
+    assert len(keys) == 12
 
 
 @pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.models import Want
-from meshwright.objectives import Distill, TeacherScores, TeacherScoresWriter, weights_fingerprint
+from meshwright.objectives import Distill, TeacherScores, TeacherScoresWriter, distillation, weights_fingerprint
 from meshwright.objectives.distillation import IDS, LOGPROBS, divergence
 from meshwright.ops.part_sizes import shrunk_part_sizes
 from tests import parts, rl_losses, tiny, trials, worlds
@@ -389,6 +389,29 @@ def messages(sources: dict[str, Path]) -> dict[str, str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused(messages: dict[str, str], name: str) -> None:
     assert re.search(REFUSED[name][1], messages[name]), messages[name]
+
+
+def test_tokens_that_the_student_lacks_are_no_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding of a larger vocabulary: asked for, and read from files, whose K may be larger too."""
+    batch, objective = mw.pack([[5, 6]], length=3), Distill(2.0, top_k=2)
+    ids, logprobs = torch.tensor([[8, 9, 1], [9, 8, 1]]), torch.tensor([[-0.5, -1.0, -3.0]] * 2)
+    asked: list[Any] = []
+
+    def top(model: Any, batches: Any, k: int, *, temperature: float) -> Any:
+        asked.append((model, k, temperature))
+        padded = [torch.cat([x[:, :k], torch.zeros(1, k, dtype=x.dtype)]) for x in (ids, logprobs)]
+        return [dict(zip(("ids", "logprobs"), padded, strict=True)) for _ in batches]
+
+    monkeypatch.setattr(distillation, "top_logprobs", top)
+    teacher, student = (SimpleNamespace(blueprint=SimpleNamespace(vocab=num)) for num in (12, 9))
+    [made] = objective.ask(cast(Any, teacher), [batch], cast(Any, student))
+    assert asked == [(teacher, 2, 2.0)]
+    monkeypatch.setattr(TeacherScores, "document", lambda *_: (ids[:, :2], logprobs[:, :2]))
+    stored = object.__new__(TeacherScores)
+    stored.objective = objective
+    for each in (made, stored.add_to(batch, 9)):
+        assert each.fields[IDS][:2].tolist() == [[8, -1], [-1, 8]]
+        assert each.fields[LOGPROBS][:2].tolist() == [[-0.5, -1.0]] * 2
 
 
 def test_files_of_scores_never_get_an_earlier_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from meshwright.data.images import turns_of
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshError
 from meshwright.models.vision_tower import LayerNorm
 from meshwright.recipe import Pipeline, Recipe
+from meshwright.sharding.vision_balance import balance_frames, route
 from tests import parts, seeing, tiny, trials, worlds
 from tests.seeing import DOCUMENTS, END, IMAGE, START, VIDEO, Made
 from tests.test_checkpoint import bytes_of
@@ -470,3 +472,23 @@ def no_image_is_written(at: Path) -> None:
 
 def test_no_image_is_written(tmp_path: Path) -> None:
     worlds.run(1, no_image_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))
+
+
+def test_frames_are_dealt_out_by_cost() -> None:
+    """The dearest first, each to the part with the least cost so far, which need not have the fewest patches."""
+    assert balance_frames([4, 1, 3, 3, 2], 2, lambda num: num * num) == (0, 1, 1, 1, 0)
+    assert balance_frames([4, 1, 3, 3, 2], 2, lambda num: num) == (0, 0, 1, 1, 0)
+    assert balance_frames([2, 2, 2], 4, lambda num: num) == (0, 1, 2)
+
+
+def test_what_parts_send_is_what_parts_get() -> None:
+    """Frames of 1 to 7 tokens, of which some lie in two or three parts of six tokens."""
+    starts = [(0, 7), (7, 3), (11, 1), (13, 7), (20, 4)]
+    frames = [SimpleNamespace(tokens=range(at, at + num), num_patches=4 * num) for at, num in starts]
+    routes = [route(frames, 24, 4, at, lambda num: num) for at in range(4)]
+    assert sorted(number for each in routes for number in each.own_frames) == [*range(5)]
+    assert [[each.sent[at] for each in routes] for at in range(4)] == [each.got for each in routes]
+    for at, each in enumerate(routes):
+        arrived = [token for sender in routes for number in sender.own_frames for token in frames[number].tokens]
+        assert each.places == [token - 6 * at for token in arrived if 6 * at <= token < 6 * at + 6]
+        assert sum(each.got) == len(each.places)
