@@ -206,7 +206,7 @@ def test_numbers_of_documents_are_compared_and_names_of_groups_are_not() -> None
 
 
 def gathered(*data: Data) -> tuple[GatheredData, Any]:
-    """Return the data of four ranks, of which two neighbours are one data rank, and their mesh."""
+    """Return the data of four ranks and their mesh; two neighbours are one data rank."""
     rows = torch.tensor([astuple(each) for each in data], dtype=torch.float64)
     mesh = SimpleNamespace(axes="fsdp=2 tp=2", ranks_over=lambda _: torch.arange(4))
     return GatheredData(rows, torch.tensor([0, 0, 1, 1])), mesh

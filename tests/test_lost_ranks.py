@@ -344,7 +344,7 @@ def test_the_odd_one_out_comes_first() -> None:
     assert re.match(r"rank 5: .*the loss.*ranks 0-4, 6-7: .*the norm", diagnose(where, later, "host", 600.0))
 
 
-def test_many_groups_are_counted_and_the_longest_wait_is_told() -> None:
+def test_many_groups_are_counted_and_show_the_longest_wait() -> None:
     """Six groups are named; each rank of the others counts. The ranks of one place have waited for different times."""
     places = {rank: f"place {rank % 10 if rank < 40 else 10}" for rank in range(60)}
     before = {rank: at(WAITS, place) for rank, place in places.items()}

@@ -482,7 +482,7 @@ def test_frames_are_dealt_out_by_cost() -> None:
 
 
 def test_what_parts_send_is_what_parts_get() -> None:
-    """Frames of 1 to 7 tokens, of which some lie in two or three parts of six tokens."""
+    """Frames of 1 to 7 tokens; some lie in two or three parts of six tokens."""
     starts = [(0, 7), (7, 3), (11, 1), (13, 7), (20, 4)]
     frames = [SimpleNamespace(tokens=range(at, at + num), num_patches=4 * num) for at, num in starts]
     routes = [route(frames, 24, 4, at, lambda num: num) for at in range(4)]
