@@ -267,6 +267,7 @@ def test_fields_of_config_that_a_resume_refuses(caplog: pytest.LogCaptureFixture
     caplog.clear()
     assert differs({"eos_token_id": 4}, {"eos_token_id": [4, 5], "dtype": "float32"}) == ""
     assert [each.getMessage().split(" of ")[0] for each in caplog.records] == ["eos_token_id"]
+    assert differs({"text_config": {"bos_token_id": 3}}, {"text_config": {"bos_token_id": 4}}) == ""
     assert "eps of config.json was 1e-06 in step-000001, and is None now" in differs({}, {"eps": 1e-6})
 
 
