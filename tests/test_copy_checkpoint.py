@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import meshwright as mw
-from meshwright.checkpoint import check_bytes, copy, opened_at
+from meshwright.checkpoint import check_bytes, copy, folder, opened_at
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.cli import main
 from tests import tiny, worlds
 from tests.test_checkpoint import engine_of, train
@@ -246,3 +248,25 @@ def refused(source: Path) -> str:
     with pytest.raises(mw.CheckpointError) as error:
         mw.save(engine_of(source, {}), "s3://b/run")
     return str(error.value)
+
+
+def test_what_stays_wrong_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+    monkeypatch.setattr(copy.time, "sleep", waits.append)
+    monkeypatch.setattr(copy, "_WAIT_S", 1.0)
+    for error, message, pauses in ((PermissionError, "tried 1 times", []), (OSError, "tried 4 times", [1.0, 2.0, 4.0])):
+        waits.clear()
+        with pytest.raises(mw.CheckpointError, match=f"it: {error.__name__}: no .{message}"):
+            copy.tried(lambda error=error: (_ for _ in ()).throw(error("no")), "it")
+        assert waits == pauses
+
+
+def test_another_checkpoint_of_one_step_is_not_taken_for_a_copy(tmp_path: Path) -> None:
+    """Its step and files may be equal, and it is of another run."""
+    made = Manifest(3, {"weights": ""}, {}, {}, {"date": "today"})
+    with folder.Draft(tmp_path, 3) as draft:
+        draft.commit(made)
+    fetch = lambda manifest: copy._fetch(copy.Whole(None, manifest, {}, tmp_path), tmp_path)  # type: ignore[arg-type] # noqa: E731 - nothing is read
+    assert fetch(made) == draft.final
+    with pytest.raises(mw.CheckpointError, match="is another checkpoint"):
+        fetch(replace(made, about={"date": "tomorrow"}))
