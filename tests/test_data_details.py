@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 import meshwright as mw
-from meshwright.data import token_cache
+from meshwright.data import row_files, token_cache
 from meshwright.data.chat import Chat, ChatOptions
 from meshwright.data.message_parts import Attachments
 from meshwright.data.messages import message_of
@@ -150,3 +150,14 @@ def test_whatever_changes_documents_changes_their_cache_key(tmp_path: Path, monk
         others.append(key())
     assert len({same, *others}) == 1 + len(others)
     assert len(same) == 32
+
+
+def test_both_ends_of_a_file_are_in_its_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "_SAMPLE_BYTES", 2)
+    file = tmp_path / "a"
+
+    def ends(text: str) -> bytes:
+        file.write_text(text)
+        return row_files.stamp(file)[3]
+
+    assert [ends(text) for text in ("abcdef", "abc", "a", "")] == [b"abef", b"abbc", b"aa", b""]
