@@ -113,8 +113,9 @@ def difference(largest: float | None = 0.25) -> Any:
         (["bytes 0 to 8 are damaged"], None, ["bytes 0 to 8 are damaged"]),
         ([], [], ["every byte is as it was written", "no tensor differs"]),
         (None, [difference()],
-         ["bytes not read; .*", "1 tensor differ", "weights k: values differ, 1,200 elements, by up to 0.25"]),
-        (None, [difference(None)], ["bytes not read; .*", "1 tensor differ", "weights k: values differ"]),
+         ["bytes not read; .*", "1 tensor differs", "weights k: values differ, 1,200 elements, by up to 0.25"]),
+        (None, [difference(None)] * 2, ["bytes not read; .*", "2 tensors differ", *["weights k: values differ"] * 2]),
+        (None, [difference(None)], ["bytes not read; .*", "1 tensor differs", "weights k: values differ"]),
     ],
 )  # fmt: skip
 def test_printed_checks_of_a_checkpoint(

@@ -211,7 +211,7 @@ def _print_checks(console: Console, wrong: Wrong, apart: Apart) -> None:
     for text in wrong or ():
         console.print(Text(f"  {text}", style="bold red"), soft_wrap=True)
     if apart is not None:
-        verdict = f"{counted(len(apart), 'tensor')} differ" if apart else "no tensor differs"
+        verdict = f"{counted(len(apart), 'tensor')} differ{'s' * (len(apart) == 1)}" if apart else "no tensor differs"
         console.print(Text(f"  {verdict}", style="bold"))
         for each in apart[:_MOST]:
             by = f", {each.num:,} elements, by up to {each.largest:.3g}" if each.largest is not None else ""
