@@ -19,10 +19,12 @@ from meshwright.errors import BrokenFile, LoadError, MismatchedKey, MissingKey
 from meshwright.ops import Grid
 from meshwright.ops.codings import FP8, NF4
 from meshwright.recipe import Lora, Recipe
-from meshwright.weights import frozen_scales, peft_files, small_files
+from meshwright.weights import frozen_scales, peft_files, read_config, small_files
+from meshwright.weights import keymap as keymap_module
 from meshwright.weights.frozen_scales import Values, check_same
 from meshwright.weights.keymap import ADAPTERS, of_table
 from meshwright.weights.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterFiles, Pair, open_adapter
+from meshwright.weights.quant_formats import also_plain
 from meshwright.weights.read_plan import plan_reads
 from meshwright.weights.reader import check_keys
 from meshwright.weights.source import _read_index
@@ -267,3 +269,111 @@ def test_small_files_are_listed_in_the_order_of_their_names(tmp_path: Path) -> N
     for name in (*names, "model.safetensors.index.json", "weights.safetensors"):
         (tmp_path / name).write_text("{}")
     assert [path.name for path in small_files._paths(tmp_path)] == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers"),
+    [
+        ([], []), ([99], [0]), ([3, 3, 4], [0, 0, 0]), ([3, 3, 5], [0, 0, 1]), ([11, 1], [0, 1]), ([0, 11], [0, 0]),
+        ([4, 7, 2, 2], [0, 1, 1, 2]), ([6, 4, 6, 4, 1], [0, 0, 1, 1, 2]),
+    ],
+)  # fmt: skip
+def test_files_of_new_weights(sizes: list[int], numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files have at most 10 bytes here. A larger key has a file of its own, and none stays empty."""
+    monkeypatch.setattr(keymap_module, "_MAX_FILE_BYTES", 10)
+    files = keymap_module._assign_files({str(at): size for at, size in enumerate(sizes)})
+    last = max(numbers, default=0)
+    name = lambda n: f"model-{n + 1:05d}-of-{last + 1:05d}.safetensors" if last else "model.safetensors"  # noqa: E731
+    assert list(files.values()) == [name(number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("before", "field", "after"),
+    [
+        (dict(quant_method="bitsandbytes"), "llm_int8_skip_modules", ["lm_head", "m"]),
+        (dict(quant_method="bitsandbytes", llm_int8_skip_modules=None), "llm_int8_skip_modules", ["lm_head", "m"]),
+        (dict(quant_method="bitsandbytes", llm_int8_skip_modules=["a"]), "llm_int8_skip_modules", ["a", "m"]),
+        (dict(quant_method="compressed-tensors"), "ignore", ["m"]),
+        (dict(quant_method="compressed-tensors", ignore=["a"]), "ignore", ["a", "m"]),
+        (dict(quant_method="fp8"), "modules_to_not_convert", ["m"]),
+        (dict(quant_method="fp8", modules_to_not_convert=None), "modules_to_not_convert", ["m"]),
+        (dict(quant_method="fp8", ignored_layers=["a"]), "ignored_layers", ["a", "m"]),
+    ],
+)  # fmt: skip
+def test_lists_of_modules_that_stay_unquantised(before: dict[str, Any], field: str, after: list[str]) -> None:
+    assert also_plain(before, ["m"]) == {**before, field: after}
+    assert also_plain(before, []) is before
+
+
+def test_a_folder_of_checkpoints_is_not_a_model(tmp_path: Path) -> None:
+    """The newest one is suggested that has a config."""
+    with pytest.raises(LoadError, match=r"has no config\.json; give a Hugging Face model directory$"):
+        read_config(tmp_path)
+    for step in (3, 10, 2, 30):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    for step in (3, 10, 2):
+        (tmp_path / f"step-{step:06d}" / "config.json").write_text('{"a": 1}')
+    with pytest.raises(LoadError, match=r"it holds checkpoints: give one of them, such as .*step-000010$"):
+        read_config(tmp_path)
+    assert read_config(tmp_path / "step-000010") == {"a": 1}
+
+
+def config(layout: str, family: str = "qwen3_moe", plain: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """Return the adapter_config.json of a model with adapters."""
+    lora = Lora(**{"rank": 4, "alpha": 8.0, **options})
+    table = Blueprint.of(tiny.of(family, num_hidden_layers=2), None, Recipe(lora=lora)).table
+    pairs = peft_files.pairs_of([param for param in table if param.adapter])
+    return peft_files.config_of(lora, pairs, layout, "BASE", plain=plain)
+
+
+def test_config_of_adapters_of_experts() -> None:
+    fused, each, dense = config("fused"), config("per-expert"), config("fused", "qwen3")
+    assert fused["target_parameters"]
+    assert all(".experts." in name for name in fused["target_parameters"])
+    assert not any("experts" in name for name in fused["target_modules"])
+    assert each["target_parameters"] is dense["target_parameters"] is None
+    assert {*each["target_modules"]} >= {*fused["target_modules"], "gate_proj", "up_proj", "down_proj"}
+    plain = config("per-expert", plain=["model.layers.1.mlp.up_proj"])["target_modules"]
+    assert "up_proj" not in plain
+    assert sum(name.endswith(".up_proj") and ".experts." in name for name in plain) == 8  # of its one layer of experts
+    assert "gate_proj" in plain
+
+
+@pytest.mark.parametrize(
+    ("options", "alpha", "pattern", "alphas"),
+    [
+        ({}, 8.0, {}, {}), (dict(rslora=True), 16.0, {}, {}), (dict(expert_rank=4), 8.0, {}, {}),
+        (dict(expert_rank=2), 8.0, 2, 4.0), (dict(expert_rank=2, rslora=True), 16.0, 2, 8.0),
+    ],
+)  # fmt: skip
+def test_scales_of_adapters(options: dict[str, Any], alpha: float, pattern: Any, alphas: Any) -> None:
+    """The factor of rsLoRA is in alpha; experts of another rank have the same scale, alpha / rank."""
+    made = config("fused", **options)
+    assert (made["r"], made["lora_alpha"], made["use_rslora"]) == (4, alpha, False)
+    assert [*made["rank_pattern"].values()] == ([pattern] if pattern else [])
+    assert [*made["alpha_pattern"].values()] == ([alphas] if alphas else [])
+    assert config("fused", "qwen3", **options)["rank_pattern"] == {}
+    files = AdapterFiles(Path(), made, {})
+    assert peft_files._expert_rank(files) == (pattern or None)
+    assert (made["task_type"], made["modules_to_save"]) == ("CAUSAL_LM", None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(rank_pattern={"a.experts": 2, "b.experts": 3}, alpha_pattern={"experts": 4.0}),
+        dict(rank_pattern={"q_proj": 2}, alpha_pattern={"experts": 4.0}),
+        dict(rank_pattern={"experts": 2}, alpha_pattern={"q_proj": 4.0}),
+        dict(rank_pattern={"experts": 2}), dict(rank_pattern={"experts": 2}, alpha_pattern={"experts": 8.0}),
+        dict(alpha_pattern={"experts": 4.0}),
+    ],
+)  # fmt: skip
+def test_adapters_with_scales_of_their_own_are_refused(config: dict[str, Any]) -> None:
+    def rank_of(**fields: Any) -> int | None:
+        return peft_files._expert_rank(AdapterFiles(Path("DIR"), {"r": 4, "lora_alpha": 8.0, **fields}, {}))
+
+    with pytest.raises(LoadError, match=r"rank_pattern=.* and alpha_pattern=.* give modules scales of their own"):
+        rank_of(**config)
+    assert rank_of(rank_pattern={"experts": 2}, alpha_pattern={"experts": 4.0}) == 2
+    assert rank_of(rank_pattern=None, alpha_pattern=None) is None
+    assert rank_of(rank_pattern={"experts": 1}, alpha_pattern={"experts": 4.0}, use_rslora=True) == 1
