@@ -143,6 +143,17 @@ def test_ctrl_c_ends_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert signal.getsignal(signal.SIGINT) == before
 
 
+@pytest.mark.parametrize(("option", "thinking"), [([], None), (["on"], True), (["off"], False)])
+def test_options_of_a_chat(monkeypatch: pytest.MonkeyPatch, option: list[str], thinking: bool | None) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(chat_session, "open_chat", lambda *given, **named: asked.append((given, named)))
+    monkeypatch.setattr(sys, "stdin", type("Lines", (list,), {"isatty": lambda _: False})())
+    flags = ["--tokens", "7", "--top-p", "0.5", "--temperature", "0.25", "--seed", "3", "--system", "S"]
+    assert main(["chat", "m", *flags, *(["--thinking", *option] if option else [])]) == 0
+    decoding = Decoding(7, top_p=0.5, temperature=0.25, seed=3)
+    assert asked == [(("m", decoding), dict(system="S", thinking=thinking))]
+
+
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_terminal: bool) -> None:
     """Commands, empty lines, a message that begins with a slash; an error ends a pipe, and not a terminal."""

@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError, MeshError
 from meshwright.plan import search
 from meshwright.plan.mesh_checks import as_option, check_devices
 from meshwright.plan.search import Cut, Search
+from meshwright.plan.svg import _caption
 from meshwright.plan.wording import saved
 from meshwright.recipe import MemoryOptions
 
@@ -58,6 +59,16 @@ def test_ranks_of_a_cpu_are_limited_by_its_cores(monkeypatch: pytest.MonkeyPatch
 def test_a_mesh_as_an_option() -> None:
     assert as_option(Axes()) == "fsdp=1"
     assert as_option(Axes(pp=2, fsdp=4, ep=2)) == "pp=2,fsdp=4,ep=2"
+
+
+def test_captions_of_the_mesh() -> None:
+    plain, replicas = _caption(Axes(fsdp=4)), _caption(Axes(replicate=2, fsdp=4))
+    assert plain == "Each cell is a rank, and its shade is its data rank."
+    assert replicas == "One replica of 2 is shown. " + plain
+    assert _caption(Axes(pp=2, fsdp=2, ep=2)) == (
+        "The ranks of a place on pp hold the same layers. Each cell is a rank, and its shade is its place on ep: ranks "
+        "of one shade hold the same experts of a place."
+    )
 
 
 @pytest.mark.parametrize(

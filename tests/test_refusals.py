@@ -30,7 +30,9 @@ from meshwright.errors import ConfigError, DataError, LayoutError, MeshError, St
 from meshwright.integrations import areal_options, jagged, options, verl_options
 from meshwright.mesh import Mesh
 from meshwright.mesh.joining import device_of
+from meshwright.objectives.checks import check_number
 from meshwright.objectives.distillation import Distill
+from meshwright.objectives.embedding import Embedding
 from meshwright.objectives.pairs import REFERENCE, Dpo, Reward, halves
 from meshwright.objectives.rerank import Rerank
 from meshwright.plan.html import check_page, write_page
@@ -290,7 +292,25 @@ def docs(*groups: int) -> LossDocuments:
 
 
 scores = dict(logprobs=torch.zeros(4), values=torch.zeros(4))
+numbers = lambda limits: lambda value: check_number("x.y", value, **limits)  # noqa: E731 - short
+embedding = field(Embedding, "dims")
 OBJECTIVES: dict[str, Refusal] = {
+    "below 0": Refusal(numbers({}), -0.1, ConfigError, "x.y=-0.1 must be at least 0$", (0, 0.0, 1e30)),
+    "inf": Refusal(numbers({}), INF, ConfigError, "x.y=inf must be at least 0$"),
+    "nan": Refusal(numbers({}), NAN, ConfigError, "x.y=nan must be at least 0$"),
+    "True": Refusal(numbers({}), True, ConfigError, "x.y=True must be at least 0$", (1,)),
+    "text": Refusal(numbers({}), "1", ConfigError, "x.y='1' must be at least 0$"),
+    "not above": Refusal(numbers(dict(least=2, above=True)), 2, ConfigError, "x.y=2 must be above 2$", (2.1,)),
+    "less than above": Refusal(numbers(dict(least=2, above=True)), 1.9, ConfigError, "x.y=1.9 must be above 2$"),
+    "not below": Refusal(numbers(dict(below=0.5)), 0.5, ConfigError, "x.y=0.5 must be at least 0 and below 0.5$",
+        (0, 0.49)),
+    "dims=5": Refusal(embedding, 5, ConfigError, r"embedding.dims=5 must be whole numbers above 0", ([5], (5, 3), ())),
+    "dims='5'": Refusal(embedding, "5", ConfigError, "embedding.dims='5' must be whole numbers"),
+    "dims={5}": Refusal(embedding, {5}, ConfigError, "must be whole numbers above 0"),
+    "dims=[0]": Refusal(embedding, [4, 0], ConfigError, "must be whole numbers above 0", ([4, 1],)),
+    "dims=[True]": Refusal(embedding, [True], ConfigError, "must be whole numbers above 0"),
+    "dims=[4.0]": Refusal(embedding, [4.0], ConfigError, "must be whole numbers above 0"),
+    "dims=[4, 4]": Refusal(embedding, [4, 4], ConfigError, "has a number twice"),
     "top_k=0": Refusal(field(Distill, "top_k"), 0, ConfigError, "distill.top_k=0", (1, 2)),
     "top_k=True": Refusal(field(Distill, "top_k"), True, ConfigError, "distill.top_k=True"),
     "alpha": Refusal(field(Distill, "alpha"), 1.01, ConfigError, "distill.alpha=1.01 & at most 1", (1, 0.01)),

@@ -105,6 +105,8 @@ PACKED: dict[str, Refusal] = {
         "the pixels of image 0 of document 0 require grad", ((pixels(), GRID),)),
     "fields of a processor": Refusal(lambda fields: mw.pack([output(**fields)]), dict(audio_values=[1]), DataError,
         "document 0 is a dict with audio_values & pixel_values", (dict(attention_mask=[1, 1, 1]),)),
+    "a list among dicts": Refusal(lambda first: mw.pack([first, output()]), [5, 6], DataError,
+        "token ids, not text or dicts", (output(),)),
     "no input_ids": Refusal(lambda fields: mw.pack([fields]), dict(pixel_values=pixels()), DataError,
         "document 0 is a dict with pixel_values"),
     "two rows": Refusal(lambda ids: mw.pack([output(input_ids=ids)]), [[5, IMAGE, 6]] * 2, DataError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 from dataclasses import replace
@@ -22,10 +23,10 @@ from meshwright.checkpoint import copy, manifest
 from meshwright.checkpoint.async_save import StoreAgreement
 from meshwright.checkpoint.dcp import Part as Held
 from meshwright.checkpoint.dcp import Sharded, take
-from meshwright.checkpoint.folder import Draft, final_place
+from meshwright.checkpoint.folder import Draft, checkpoints, final_place
 from meshwright.checkpoint.inspect import _parts
 from meshwright.checkpoint.manifest import MANIFEST, PARTS, Manifest, Part, read_manifest, read_parts, write_part
-from meshwright.checkpoint.restore import open_checkpoint
+from meshwright.checkpoint.restore import open_checkpoint, verify_extent
 from meshwright.checkpoint.save import commit
 from meshwright.errors import BrokenFile, CheckpointError, ConfigError, LoadError, MeshError, RankError
 from meshwright.mesh import Mesh
@@ -36,7 +37,7 @@ from meshwright.train.resume_point import CHECKPOINTS, check_position
 from meshwright.weight_sync import receive_from_group, receive_from_process
 from meshwright.weight_sync.process import _Channel, _Gone
 from meshwright.weight_sync.shared_memory import attach, make
-from meshwright.weights.checksums import Extents, checksum
+from meshwright.weights.checksums import Extent, Extents, checksum
 from tests import tiny
 from tests.refusals import Refusal
 
@@ -116,6 +117,41 @@ def test_a_file_of_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path, monke
         with pytest.raises(CheckpointError, match=str(error)) as caught:
             open_checkpoint(tmp_path)
         assert type(caught.value) is wanted
+
+
+@pytest.mark.parametrize(("file", "start", "key"), [("a", 0, "k"), ("a", 4, "l"), ("b", 4, "m"), ("b", 8, "")])
+def test_damaged_bytes_are_named_by_their_file_and_tensor(tmp_path: Path, file: str, start: int, key: str) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(12))
+    entries = [("k", "a", 0, 4), ("l", "a", 4, 8), ("m", "b", 0, 8)]
+    made = {key: SimpleNamespace(key=key, file=at, start=lo, stop=hi) for key, at, lo, hi in entries}
+    opened = cast(Any, SimpleNamespace(directory=tmp_path, planes={"weights": SimpleNamespace(entries=made)}))
+    verify_extent(opened, file, Extent(start, start + 4, checksum(bytes(4))))
+    named = re.escape(f"{file} ({key}) fail their" if key else f"{file} fail their")
+    with pytest.raises(BrokenFile, match=rf"bytes {start} to {start + 4} of .*/{named}"):
+        verify_extent(opened, file, Extent(start, start + 4, checksum(b"none")))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "visible", "whole", "counts"),
+    [
+        ("unfinished", False, True, True), ("replaced", False, True, True), ("removed", False, True, False),
+        ("unfinished", True, True, False), ("unfinished", False, False, False),
+    ],
+)  # fmt: skip
+def test_which_hidden_directories_are_candidates(
+    tmp_path: Path, hidden: str, visible: bool, whole: bool, counts: bool
+) -> None:
+    """Only a whole one whose visible name is missing: its process died as it swapped them."""
+    at = tmp_path / f".step-000003.{hidden}-0123abcd"
+    at.mkdir()
+    if whole:
+        (at / MANIFEST).touch()
+    if visible:
+        (tmp_path / "step-000003").mkdir()
+    names = [each.path.name for each in checkpoints(tmp_path)]
+    assert names == ["step-000003"] * visible + [at.name] * counts
+    assert checkpoints(tmp_path / "none") == []
 
 
 def test_an_unknown_dtype_is_not_compared(tmp_path: Path) -> None:

@@ -305,8 +305,10 @@ def test_lists_of_modules_that_stay_unquantised(before: dict[str, Any], field: s
     assert also_plain(before, []) is before
 
 
-def test_a_folder_of_checkpoints_is_not_a_model(tmp_path: Path) -> None:
-    """The newest one is suggested that has a config."""
+def test_a_folder_of_checkpoints_is_not_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest one is suggested that has a config, in whatever order the system lists them."""
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(sorted(glob(self, pattern), reverse=True)))
     with pytest.raises(LoadError, match=r"has no config\.json; give a Hugging Face model directory$"):
         read_config(tmp_path)
     for step in (3, 10, 2, 30):
