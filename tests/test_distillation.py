@@ -26,9 +26,9 @@ from tests.words import words
 
 VOCAB = 131  # two slices of tp: 66 tokens and 65
 MESHES: dict[str, list[dict[str, int]]] = {
-    "qwen3": [dict(fsdp=2), dict(cp=2), *([dict(cp=2, tp=2), dict(tp=4)] if parts.ALL else [])],
+    "qwen3": [dict(cp=2), *([dict(fsdp=2), dict(cp=2, tp=2), dict(tp=4)] if parts.ALL else [])],
     "qwen3_tied": [dict(tp=2), dict(pp=2)],
-    "qwen3_moe": [dict(fsdp=2, tp=2, ep=2)],
+    "qwen3_moe": [dict(fsdp=2, ep=2), *([dict(fsdp=2, tp=2, ep=2)] if parts.ALL else [])],
 }
 RUNS = [(source, mesh) for source, meshes in MESHES.items() for mesh in meshes]
 BATCHES = {1: 136, 2: 68, 4: 36}  # the tokens of a micro-batch, by their number on one data rank

@@ -51,7 +51,9 @@ def inference(source: Path, mesh: dict[str, int]) -> tuple[Tensor, Tensor, Tenso
     return mw.logits(model, batch), mw.logprobs(model, batch), mw.logits(value, batch)
 
 
-@pytest.mark.parametrize("mesh", [dict(tp=2), dict(tp=4), dict(fsdp=2, tp=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, tp=2), *([dict(tp=2), dict(tp=4)] if parts.ALL else [])], ids=trials.named
+)
 def test_logits_and_logprobs_are_the_same_on_all_ranks_of_a_data_rank(source: Path, mesh: dict[str, int]) -> None:
     one = worlds.run(1, inference, source, {})[0]
     for result in worlds.run(trials.world_of(mesh), inference, source, mesh)[: mesh["tp"]]:
@@ -196,7 +198,7 @@ def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], di
 
 
 @pytest.mark.parametrize("old_torch", [False, True], ids=["torch 2.13", "before"])
-@pytest.mark.parametrize("mesh", [dict(), dict(replicate=2), dict(fsdp=2)], ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(2, [dict(), dict(replicate=2), dict(fsdp=2)]), ids=trials.named)
 def test_a_step_that_failed_half_way_leaves_nothing(
     source: Path, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, old_torch: bool
 ) -> None:

@@ -35,7 +35,8 @@ MESHES: list[dict[str, int]] = [
     dict(fsdp=2, tp=2), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(tp=4), dict(fsdp=4, ep=2), dict(cp=2),
     dict(pp=2), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, fsdp=2), dict(pp=2, tp=2),
 ]  # fmt: skip
-FEW = MESHES if parts.ALL else [MESHES[0], dict(cp=2), *MESHES[8:]]  # all axes, each with another one
+FEW = MESHES if parts.ALL else [dict(pp=2), *MESHES[8:10]]  # cp shards as fsdp does
+STEPS = 3 if parts.ALL else 2  # the second takes the momentum of the first
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp")
 # The gate of n-grams takes the root of a score. Its slope at a score s changes as s ** -1.5, which amplifies rounding.
 # Meshes round differently, so 1e-12 needs data whose scores stay away from 0. Of 16 seeds, 11 have one below 3.3e-4.
@@ -65,7 +66,7 @@ def by_torch(source: Path, dtype: torch.dtype, by_head: bool) -> tuple[int, list
     matrices = {key: [torch.nn.Parameter(whole.reshape(-1)[i]) for i in at[key]] for key, whole in before.items()}
     every = [matrix for some in matrices.values() for matrix in some]
     by_torch = torch.optim.Muon(every, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    for step in range(3):
+    for step in range(STEPS):
         engine.backward(Data()(0, step))
         for key, grad in mw.gather(engine.model, "grad").items():
             for matrix, i in zip(matrices[key], at[key], strict=True):
@@ -82,9 +83,10 @@ def by_torch(source: Path, dtype: torch.dtype, by_head: bool) -> tuple[int, list
 
 
 KINDS = ["qwen2", "qwen3", "qwen3_next", *FAMILIES]
-BY_TORCH = {(name, dtype, False): "one" for name in KINDS for dtype in (torch.float32, torch.float64)} | {
-    (name, torch.float32, True): "one" for name in ("qwen3_next", "qwen3_5_moe")
-}
+WIDE = KINDS if parts.ALL else ["qwen2", "qwen3_5_moe"]
+BY_TORCH = {(name, torch.float32, False): "one" for name in KINDS}
+BY_TORCH |= {(name, torch.float64, False): "one" for name in WIDE}
+BY_TORCH |= {(name, torch.float32, True): "one" for name in ("qwen3_next", "qwen3_5_moe")}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def beside_torch(source_of: Callable[[str], Path]) -> Any:
 
 @pytest.mark.parametrize("case", BY_TORCH, ids=lambda case: f"{case[0]}-{case[1]}{'-heads' * case[2]}")
 def test_one_process_is_torch_on_the_matrices_of_the_files(beside_torch: Any, case: Any) -> None:
-    """Weights and momenta of three steps, to the bit. `indices_of_matrices` says which matrices a file has, and shares
+    """Weights and momenta of some steps, to the bit. `indices_of_matrices` says which matrices a file has, and shares
     nothing with the declarations."""
     num, differ = beside_torch(case)
     assert num > 10
@@ -106,9 +108,9 @@ def test_one_process_is_torch_on_the_matrices_of_the_files(beside_torch: Any, ca
 
 
 def trained(source: Path, mesh: dict[str, int], optimizer: mw.Muon, **options: Any) -> dict[str, Tensor]:
-    """Three clipped steps: weights and optimizer state on rank 0, unrounded."""
+    """Clipped steps: weights and optimizer state on rank 0, unrounded."""
     engine = build(source, mesh, max_norm=0.5, router_aux="previous", optimizer=optimizer, **options)
-    for step in range(3):
+    for step in range(STEPS):
         engine.step(four_batches(engine, step))
     return unrounded(engine.model) | whole_state(engine)
 
@@ -140,7 +142,7 @@ def trained_alone(source: Path, optimizer: mw.Muon) -> dict[str, Tensor]:
 
 
 def families_on(mesh: dict[str, int]) -> list[str]:
-    return parts.every(3, FAMILIES, MESHES.index(mesh))
+    return parts.every(3, FAMILIES, MESHES.index(mesh) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ def test_weights_and_momenta_are_those_of_one_process(
             assert [key for key in matrices if off[key]] == []
 
 
-@pytest.mark.parametrize("mesh", MESHES if parts.ALL else MESHES[3:5], ids=trials.named)
+@pytest.mark.parametrize("mesh", MESHES if parts.ALL else MESHES[3:4], ids=trials.named)
 def test_every_oracle_holds(source_of: Callable[[str], Path], mesh: dict[str, int]) -> None:
     """O1 with the plain update by singular values, U1 with momenta, K1 and C1 with the bytes of both exchanges."""
     tried = {
@@ -204,19 +206,20 @@ class InBatches(mw.Muon):
 
 
 OPTIONS: dict[str, tuple[dict[str, int], mw.Muon, dict[str, Any]]] = {
-    "by head": (dict(tp=2), replace(FLOAT64, by_head=True), {}),
-    "original": (dict(fsdp=2), replace(FLOAT64, scale="original", nesterov=False), {}),
-    "excluded": (dict(tp=2), replace(FLOAT64, exclude=("tower.*", "*.router")), {}),
-    "offload": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(offload=True))),
+    "by head, excluded": (dict(tp=2), replace(FLOAT64, by_head=True, exclude=("tower.*", "*.router")), {}),
+    "original, offload": (
+        dict(fsdp=2), replace(FLOAT64, scale="original", nesterov=False), dict(memory=MemoryOptions(offload=True))
+    ),
     "recompute": (dict(fsdp=2), FLOAT64, dict(memory=MemoryOptions(recompute="full", gather_once=True))),
     "mtp": (dict(pp=2), FLOAT64, dict(mtp="all")),
     "in batches": (dict(fsdp=2, ep=2), InBatches(matrix_dtype=None), {}),
     "more ranks than rows": (dict(fsdp=4), FLOAT64, {}),  # of the router: a rank stores nothing of it
     "tower": (dict(fsdp=2), replace(FLOAT64, exclude=()), dict(tower=True)),
-}
+}  # fmt: skip
+RARE = () if parts.ALL else ("recompute", "more ranks than rows")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option not in RARE])
 def test_options_hold_every_oracle(source_of: Callable[[str], Path], tmp_path: Path, option: str) -> None:
     """The embedding at both ends of a pipeline (mtp) is AdamW's on both (Megatron-LM#4641)."""
     mesh, optimizer, recipe = OPTIONS[option]
@@ -229,7 +232,8 @@ def test_options_hold_every_oracle(source_of: Callable[[str], Path], tmp_path: P
         source = seeing.directory(tmp_path / "m", "qwen3_vl", dtype=torch.float32)
     tried = replace(trials.trial(source, mesh), optimizer=optimizer, router_aux="previous").with_options(**recipe)
     if option == "tower":
-        tried = replace(tried, data=replace(tried.data, vision=Vision(seeing.IMAGE, seeing.VIDEO, 96)))
+        vision = Vision(seeing.IMAGE, seeing.VIDEO, 96)
+        tried = replace(tried, data=replace(tried.data, vision=vision), steps=2 if parts.ALL else 1)
     assert not trials.reference(tried).notes.findings
     assert trials.findings(tried) == []
 
@@ -317,7 +321,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(source_of: Callable[[str], Path], 
     source, muon = source_of("qwen3_moe"), mw.Muon()
     worlds.run(2, saved, source, dict(fsdp=2), tmp_path / "muon", muon)
     [whole] = worlds.run(1, resumed, source, {}, tmp_path / "muon", muon)
-    on_mesh = worlds.run(4, resumed, source, dict(fsdp=2, tp=2, ep=2), tmp_path / "muon", muon)[0]
+    on_mesh = worlds.run(2, resumed, source, dict(tp=2, ep=2), tmp_path / "muon", muon)[0]
     for name, tensor in whole.items():
         torch.testing.assert_close(on_mesh[name], tensor, rtol=1e-12, atol=1e-12)
         assert not name.startswith("before") or torch.equal(on_mesh[name], tensor)
