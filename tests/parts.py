@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterable
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 ALL = bool(os.environ.get("MESHWRIGHT_ALL"))
+IN_MATRIX = pytest.mark.skipif(not ALL, reason="in `make matrix`")
 
 
 def every(step: int, cases: Iterable[T], first: int = 0) -> list[T]:

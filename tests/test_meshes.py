@@ -81,7 +81,9 @@ Findings = Callable[[Case], list[Finding]]
 
 
 def findings(sources: dict[str, Path], group: Sequence[Case]) -> dict[Case, list[Finding]]:
-    tried = {case: trials.trial(sources[case.name], dict(case.mesh), case.head, case.dtype) for case in group}
+    tried = {
+        case: trials.trial(sources[case.name], dict(case.mesh), case.head, case.dtype, brief=False) for case in group
+    }
     if not parts.ALL:  # later steps of two axes are those of each axis, on two ranks
         tried = {case: replace(t, steps=1) if t.axes.world > 2 and t.axes.ep == 1 else t for case, t in tried.items()}
     return trials.findings_in_turn(tried)

@@ -121,8 +121,17 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
     return worlds.shared({name: named(mesh) for name, (mesh, _) in acts.items()}, run)
 
 
-def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
-    return Trial(
+class Brief(Trial):
+    """A trial whose documents run alone for the first micro-batch only: gradients are compared for all of them."""
+
+    def packed(self) -> list[mw.Batch]:
+        return super().packed() if parts.ALL else super().packed()[:1]
+
+
+def trial(
+    source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64, brief: bool = True
+) -> Trial:
+    return (Brief if brief else Trial)(
         source, Axes(**mesh), Data(target=head == "value"), Recipe(head=head, dtype=dtype),
         steps=_STEPS if dtype == torch.float64 else 1,
         thorough=False, small_parts=int(dtype != torch.float32),
