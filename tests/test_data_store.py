@@ -24,6 +24,7 @@ from meshwright.data.texts import Ready, Texts
 from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.errors import counted
+from tests import parts
 from tests.templates import tokenizer
 
 
@@ -75,6 +76,7 @@ def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": f"w{n} " * (n % 5 + 1)} for n in range(300)]
     files = [lines(tmp_path / f"{at}.jsonl", rows[at::3]) for at in range(3)]

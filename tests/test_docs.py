@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from tests import quantised, seeing, tiny, worlds
+from tests import parts, quantised, seeing, tiny, worlds
 from tests.test_causes import PLANTS
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +179,7 @@ def test_a_missing_argument_is_reported() -> None:
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 def test_quotes_of_peers(tmp_path: Path) -> None:
     """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers."""
     import transformers

@@ -355,6 +355,7 @@ def _graphs(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 def test_layers_and_documents_share_graphs(source: Callable[..., Path]) -> None:
     """torch gives up at 8 graphs per function. One per door or layer would exceed that."""
     layers = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)

@@ -12,6 +12,7 @@ from meshwright.ops.garbage import collector_paused
 from tests import parts, worlds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", parts.every(2, scale.MODELS, 1))
 def test_a_rank_of_16384(tmp_path: Path, name: str) -> None:
     source = scale.files_of(scale.MODELS[name], tmp_path / name)

@@ -19,7 +19,7 @@ from meshwright.cli import main
 from meshwright.train import config_file, launch, loop
 from meshwright.train.run import run
 from tests import worlds
-from tests.parts import ALL
+from tests.parts import ALL, IN_MATRIX
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 from tests.started import Started, forked_ranks
 
@@ -28,7 +28,7 @@ from tests.started import Started, forked_ranks
     ("name", "meshes"),
     [
         ("qwen3_tied", [dict(replicate=2, fsdp=2), dict(tp=2), *([dict(fsdp=2), dict(pp=2)] if ALL else [])]),
-        pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=[pytest.mark.slow, IN_MATRIX]),
     ],
 )
 def test_losses_are_equal_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:

@@ -108,7 +108,7 @@ def test_tiny_models(name: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("config", "mesh", "head"),
     parts.every(
-        3,
+        6,
         [
             pytest.param(QWEN2, "tp=2", "lm", id="qwen2.5-0.5b"),
             pytest.param(QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm", id="qwen3-30b-a3b"),

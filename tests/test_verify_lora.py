@@ -50,6 +50,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
@@ -64,6 +65,7 @@ def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 @pytest.mark.parametrize("bug", CAUGHT)
 def test_bugs_are_caught(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, oracle = CAUGHT[bug]

@@ -60,6 +60,7 @@ def test_the_tower_is_that_of_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 @pytest.mark.parametrize("family", parts.every(4, seeing.ODD, 1))
 def test_in_every_step(tmp_path: Path, family: str) -> None:
     """Few tokens have no image, and a gradient of the tower is zero there. Two families have the same tower."""

@@ -9,6 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -21,6 +23,7 @@ def ran(at: Path, *command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_installs_and_runs(tmp_path: Path) -> None:
     """It is built offline, installed alone, and finds its dependencies as an installed package does."""
     pip, source = ("-m", "pip", "--disable-pip-version-check", "--quiet"), tmp_path / "source"
