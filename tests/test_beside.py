@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 
 MESH, SHARED = dict(fsdp=2, ep=2), "layers.0.mlp.shared.*"
 SENT, AWAITED, PRODUCT = "all_to_all_single", "wait_tensor", "mm"
@@ -72,7 +72,7 @@ def left_on_their_way(directory: Path, recompute: str, train: list[str]) -> int:
     return int(torch._C._distributed_c10d._get_work_registry_size())
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", parts.every(2, ["none", "selective", "full"]))
 def test_nothing_stays_on_its_way(tmp_path: Path, recompute: str) -> None:
     """A layer that is run again for its shared expert alone wants no rows. What was begun would be kept for ever."""
     at = tiny.directory(tmp_path / "m", "qwen3_5_moe")

@@ -53,8 +53,7 @@ ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.
 
 FULL = [Case(name, (*mesh.items(),)) for mesh in ALL for name in tiny.ALIGNED if "moe" in name or "ep" not in mesh]
 FEW = [
-    Case("qwen3", (("tp", 4),)),
-    Case("qwen3_5", (("cp", 2),)),  # FSDP shards over cp too
+    Case("qwen3", (("cp", 2),)),  # FSDP shards over cp too
     Case("qwen3_5_moe", (("tp", 2), ("ep", 2))),  # tests/test_fp8_gathers.py has fsdp and pp too
 ]
 CASES = FULL if parts.ALL else FEW
@@ -257,6 +256,7 @@ def trained(source: Path, fp8: str | None, num: int) -> list[float]:
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 def test_final_loss_equals_that_of_bfloat16(tmp_path: Path) -> None:
     """A tiny model with experts trains with float32 masters in both runs."""
     small = {
@@ -314,6 +314,7 @@ def test_verify_reports_the_cost_of_fp8(sources: dict[str, Path], capsys: pytest
     assert all(re.search(p, " ".join(fp8_run["notes"])) for p in (r"loss \d", r"nats of KL", "cosine of gradients 0.9"))
 
 
+@pytest.mark.slow
 def test_verify_shrinks_to_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**REAL, "num_attention_heads": 2, "num_key_value_heads": 1}))
     options = ["--mesh", "fsdp=2", "--fp8", "--fp8-skip", "layers.0.mixer.k.*,layers.35.*", "--state-dtype", "uint8"]

@@ -24,7 +24,7 @@ from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 TRAINED = {**SOME, "qwen3_5_moe": ["layers.*.mixer.qkv*", "layers.1.mlp.experts.down", "layers.2.*", "head.*"]}
 CASES = parts.every(
-    5,
+    6,
     [
         *(Case(name, ONE, dtype) for name, dtype in zip(FAMILIES, (F32, BF16, F64, F32, BF16), strict=True)),
         *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
@@ -35,7 +35,7 @@ CASES = parts.every(
         Case("qwen3_moe", EXPERTS, memory=mw.MemoryOptions(recompute="selective", reshard=False)),
         Case("qwen3_moe", FSDP, F32, memory=mw.MemoryOptions(compiled=True)),
     ],
-    first=1,
+    first=5,
 )
 
 

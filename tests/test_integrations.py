@@ -23,7 +23,7 @@ ROOM = ROOT / "meshwright" / "integrations"
 VERL, AREAL = (
     json.loads((Path(__file__).parent / name).read_text()) for name in ("verl_0_9_1.json", "areal_1_0_4.json")
 )
-MESHES: list[dict[str, int]] = [dict(fsdp=2), dict(tp=2), *([dict(cp=2), dict(pp=2)] if parts.ALL else [])]
+MESHES: list[dict[str, int]] = [dict(fsdp=2), *([dict(tp=2), dict(cp=2), dict(pp=2)] if parts.ALL else [])]
 FRAMEWORKS: dict[str, Any] = {"verl": verl_cases, "areal": areal_cases}
 
 

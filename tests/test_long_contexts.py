@@ -53,7 +53,7 @@ def on(name: str, context: mw.ContextParallel = CHOSEN, recompute: str = "none",
 
 
 CASES = parts.every(
-    3,
+    6,
     [
         on("qwen3", mw.ContextParallel(attention=2), cp=4),
         on("qwen3_5_moe", ALL, "full", cp=4, ep=2),

@@ -109,16 +109,17 @@ PIPELINES = {
 QUICK = [
     Case("qwen3", "tp=4", "full", "fp8"),
     Case("qwen3_5_moe", "tp=2", "selective", "fp8"),
-    Case("qwen3_5_moe", "fsdp=2,ep=2", "none", "bfloat16"),
-    Case("qwen3_moe", "fsdp=2,ep=2", name="gathers_once", fields=memory(gather_once=True, sum_once=True)),
+    Case(
+        "qwen3_moe", "fsdp=2,ep=2", base="bfloat16", name="gathers_once", fields=memory(gather_once=True, sum_once=True)
+    ),
     Case("qwen3_moe", "pp=2", name="zero-bubble", fields={"pipeline": PIPELINES["zero-bubble"]}),
     Case("qwen3", "pp=2", name="the last stage", lora=LAST),
     Case("qwen3_tied", "replicate=2", "full"),
     Case("qwen3", "fsdp=3", base="nf4"),
-    Case("qwen3_5", "tp=2", "selective", "nvfp4"),
     Case("qwen3_moe", "fsdp=2,ep=2", "full", "NVFP4 files"),
 ]
 MORE = [
+    Case("qwen3_5_moe", "fsdp=2,ep=2", "none", "bfloat16"), Case("qwen3_5", "tp=2", "selective", "nvfp4"),
     *(Case(family, "pp=2", base=base, fields={"pipeline": pipeline}, name=f"{name} {base}", deep=True)
       for name, pipeline in PIPELINES.items() for family in ("qwen3", "qwen3_5_moe") for base in WIDE),
     Case("qwen3_5_moe", "pp=2", name="zero-bubble, the last stage", lora=LAST,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(3, NARROW), ids=str)
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(6, NARROW), ids=str)
 def test_gradients_are_sent_as_narrow_as_products(
     source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]
 ) -> None:
-    assert trials.findings(tried(source(name), mesh, narrow_grads=True, **more)) == []
+    trial = tried(source(name), mesh, narrow_grads=True, **more)
+    assert trials.findings(replace(trial, steps=trial.steps if parts.ALL else 1)) == []
 
 
 def in_bfloat16(directory: Path, mesh: dict[str, int], narrow: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -28,7 +28,7 @@ from meshwright.plan import Figures, work_of
 from meshwright.plan.terminal import plan_json
 from meshwright.plan.wording import kind
 from meshwright.sharding import Param
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.test_checkpoint_broken import error_of
 from tests.trials import build, feed
 from tests.words import words
@@ -205,7 +205,8 @@ def test_its_bytes_are_billed_and_planned(source: Path, saved: tuple[Path, Any])
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "mesh"), [(SGD(), dict(tp=2)), (Normalised(), dict(fsdp=2)), (Normalised(), dict(tp=2))],
+    ("optimizer", "mesh"),
+    parts.every(2, [(SGD(), dict(fsdp=2)), (Normalised(), dict(fsdp=2)), (Normalised(), dict(tp=2))]),
     ids=lambda each: trials.named(each) if isinstance(each, dict) else type(each).__name__,
 )  # fmt: skip
 def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optimizer) -> None:

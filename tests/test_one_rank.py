@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed
 from tests.words import words
 
@@ -62,7 +62,9 @@ def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[
     return message, seconds, [r.loss for r in records], [r.loss for r in expected]
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2, ep=2), dict(tp=2), dict(replicate=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, ep=2), dict(tp=2), *([dict(replicate=2)] if parts.ALL else [])], ids=trials.named
+)
 def test_a_loss_that_fails_on_one_rank(source: Path, mesh: dict[str, int]) -> None:
     """The others once waited for the rest of timeout_s, without a reason."""
     for rank, (message, seconds, losses, expected) in enumerate(worlds.run(2, goes_on, source, mesh)):

@@ -32,8 +32,7 @@ from tests.words import words
 FOUR: list[dict[str, int]] = [
     dict(fsdp=2, tp=2),
     dict(pp=2, fsdp=2),
-    dict(replicate=2, cp=2),
-    *([dict(fsdp=2, tp=2, ep=2)] if parts.ALL else []),
+    *([dict(replicate=2, cp=2), dict(fsdp=2, tp=2, ep=2)] if parts.ALL else []),
 ]
 PAIRS: list[dict[str, int]] = [dict(pp=2), dict(fsdp=2, ep=2)]
 TRAINERS = [1, 2, 3, 4]

@@ -55,7 +55,7 @@ ALL_RUNS: list[Run] = [
     ("qwen3_5_moe", dict(pp=2, replicate=2), dict(schedule="zero-bubble"), {}, 2),
     ("qwen3_5_moe", dict(pp=4), dict(schedule="zero-bubble"), {}, 4),
 ]
-RUNS = parts.every(3, ALL_RUNS)
+RUNS = parts.every(4, ALL_RUNS)
 
 
 def named(run: Run) -> str:

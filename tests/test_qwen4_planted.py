@@ -20,7 +20,7 @@ from tests.plants import Patch, Plant, around, planted
 from tests.test_qwen4_indexer import chosen_again
 from tests.test_qwen4_meshes import TIES, TRAINED, Case, Short, trial_of
 
-CASE = Case(dict(cp=2, tp=2), "full", TRAINED, Short())
+CASE = Case(dict(cp=2, tp=2) if parts.ALL else dict(cp=2), "full", TRAINED, Short())
 
 
 @around(ops, "blocks_of")

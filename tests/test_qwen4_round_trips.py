@@ -59,7 +59,7 @@ def test_a_trained_table_goes_back_into_its_parts(source: Path, tmp_path: Path) 
     assert same == INTEGERS | {key for key in before if ".indexer." in key}
 
 
-# Both ways each: rows cut in 3 and whole, stages and rows by four ranks, two ways of four ranks.
+# Both ways each in `make matrix`: rows cut in 3 and whole, stages and rows by four ranks, two ways of four ranks.
 PAIRS: list[tuple[dict[str, int], dict[str, int]]] = [
     (dict(fsdp=3), dict(pp=2)),
     (dict(tp=2), dict(cp=2, tp=2)),
@@ -101,9 +101,10 @@ def test_checkpoints_move_between_meshes(source: Path, tmp_path: Path, pair: tup
     def folder(name: str) -> Callable[[str], Path]:
         return lambda trained: tmp_path / f"{name} {len(trained)}"
 
-    for mesh, name in zip(pair, "ab", strict=True):
+    ways = [(*pair, "a"), (*pair[::-1], "b")][: 2 if parts.ALL else 1]
+    for mesh, _, name in ways:
         on(mesh, saved, folder(name))
-    for mesh, name in zip(pair, "ba", strict=True):
+    for _, mesh, name in ways:
         for trained, ranks in on(mesh, resumed, folder(name), folder(f"{name} again")).items():
             at, again = (folder(each)(trained) / "step-000002" for each in (name, f"{name} again"))
             assert bytes_of(again) == bytes_of(at)

@@ -13,7 +13,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.engine import engine as engine_module
 from meshwright.models import qwen3_moe
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed
 
 MESHES: list[dict[str, int]] = [dict(fsdp=2), dict(tp=2), dict(replicate=2)]
@@ -125,7 +125,7 @@ def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
     return engine.update(), seen[0]
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)], ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(2, [dict(tp=2), dict(fsdp=2), dict(fsdp=2, ep=2)]), ids=trials.named)
 def test_clipped_gradients_have_max_norm(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     for before, after in worlds.run(2, clipped, sources["qwen3_moe"], mesh):
         assert before > 0.05
@@ -159,7 +159,9 @@ def crowded(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict
     return before, mw.gather(engine.model), load_LE[0]
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2), dict(fsdp=2, ep=2), dict(tp=2, ep=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", parts.every(2, [dict(fsdp=2), {}, dict(tp=2, ep=2), dict(fsdp=2, ep=2)], 1), ids=trials.named
+)
 def test_experts_without_tokens_decay(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     result = worlds.run(trials.world_of(mesh), crowded, sources["qwen3_moe"], mesh)
     before, after, load_E = result[0]
@@ -224,7 +226,9 @@ def own_experts(source: Path, mesh: dict[str, int]) -> tuple[Tensor, dict[str, T
     return engine.router.load_LE[0], grads
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(fsdp=2, ep=2), dict(replicate=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", parts.every(2, [dict(fsdp=2), dict(fsdp=2, ep=2), dict(replicate=2)], 1), ids=trials.named
+)
 def test_ranks_that_use_other_experts(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     load_E, grads = worlds.run(2, own_experts, sources["qwen3_moe_2"], mesh)[0]
     used = [bool(num) for num in load_E]

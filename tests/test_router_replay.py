@@ -23,6 +23,7 @@ MESHES: list[dict[str, int]] = [
     *([dict(cp=2, ep=2), dict(fsdp=2, ep=2), dict(tp=2), dict(replicate=2), dict(pp=2, tp=2)] if parts.ALL else []),
 ]
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp") if parts.ALL else ("qwen3_moe", "qwen3_5_moe")
+TRIED = [(family, mesh) for number, family in enumerate(FAMILIES) for mesh in parts.every(2, MESHES, number)]
 RECOMPUTE = mw.MemoryOptions(recompute="full")
 
 
@@ -72,8 +73,9 @@ def trained(source: Path, mesh: dict[str, int], recompute: bool, replay: bool) -
     return {"loss": loss, "grads": grads, "choices": [each.to(torch.int32) for each in by_document]}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mesh"), TRIED, ids=lambda each: each if isinstance(each, str) else trials.named(each)
+)
 def test_replayed_choices_on_a_mesh(sources: dict[str, Path], family: str, mesh: dict[str, int]) -> None:
     cases = {
         (recompute, replay): lambda r=recompute, p=replay: trained(sources[family], mesh, r, p)

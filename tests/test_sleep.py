@@ -55,10 +55,8 @@ CASES = [
     Case("one, frozen in 4 bits", "wide", dtype=None, model=dict(lora=LORA, frozen="nf4")),
     Case("fsdp", mesh=FSDP),
     Case("fsdp, 8-bit state", "wide", FSDP, F32, state=torch.uint8),
-    Case("fsdp, adapters", mesh=FSDP, model=dict(lora=LORA)),
     Case("fsdp, frozen in 8 bits", "fp8", FSDP, F32, dict(train=["layers.1.*"])),
     Case("fsdp, gathered once", mesh=FSDP, memory=dict(gather_once=True, sum_once=True)),
-    Case("fsdp, kept gathered", mesh=FSDP, memory=dict(reshard=False, recompute="full")),
     Case("fsdp, offload", mesh=FSDP, memory=dict(offload=True)),
     Case("tp", mesh=TP),
     Case("pp", mesh=PP),
@@ -66,6 +64,8 @@ CASES = [
     Case("experts", "qwen3_moe", EXPERTS),
     Case("experts, adapters", "qwen3_moe", EXPERTS, None, dict(lora=LORA)),
     *([
+        Case("fsdp, adapters", mesh=FSDP, model=dict(lora=LORA)),
+        Case("fsdp, kept gathered", mesh=FSDP, memory=dict(reshard=False, recompute="full")),
         Case("fsdp, bfloat16", mesh=FSDP, dtype=None),
         Case("fsdp, bfloat16 state", mesh=FSDP, dtype=F32, state=BF16),
         Case("tp, selective", "qwen3_5", TP, F32, memory=dict(recompute="selective")),
@@ -81,14 +81,18 @@ CASES = [
 ]  # fmt: skip
 NOISE = 1000  # bytes of results of collectives, and of counters, which come and go
 COUNTED = (
-    "one, bfloat16, 8-bit state",
-    "fsdp, adapters",
-    "fsdp, frozen in 8 bits",
-    "fsdp, gathered once",
-    "fsdp, kept gathered",
-    "tp",
-    "pp",
-    "experts",
+    (
+        "one, bfloat16, 8-bit state",
+        "fsdp, adapters",
+        "fsdp, frozen in 8 bits",
+        "fsdp, gathered once",
+        "fsdp, kept gathered",
+        "tp",
+        "pp",
+        "experts",
+    )
+    if parts.ALL
+    else ("one, bfloat16, 8-bit state", "fsdp, frozen in 8 bits", "fsdp, gathered once", "pp", "experts")
 )
 
 

@@ -67,7 +67,7 @@ def tensors(at: Path) -> dict[str, torch.Tensor]:
             for key, tensor in load_file(file).items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", parts.every(3, CASES))
+@pytest.mark.parametrize("case", parts.every(5, CASES, 3))
 def test_any_mesh_loads_what_any_mesh_saved(tmp_path: Path, case: str) -> None:
     fit, first, second = CASES[case]
     families = parts.every(4, fit, 1)

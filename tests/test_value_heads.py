@@ -101,7 +101,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 MESHES = [("qwen3", dict(fsdp=2)), ("qwen3", dict(tp=2)), ("qwen3", TWO), ("qwen3", dict(replicate=2))]
 
 
-@pytest.mark.parametrize(("name", "mesh"), parts.every(4, [*MESHES, ("qwen3_moe", dict(tp=2, ep=2))]), ids=str)
+@pytest.mark.parametrize(("name", "mesh"), parts.every(5, [*MESHES, ("qwen3_moe", dict(tp=2, ep=2))], 4), ids=str)
 def test_on_meshes(source: Callable[[str], Path], name: str, mesh: dict[str, int]) -> None:
     """Every oracle in float64: gradients of head and bias among them, each label weighted otherwise."""
     assert trials.findings(trials.trial(source(name), mesh, "value")) == []

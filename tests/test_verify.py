@@ -92,6 +92,7 @@ HALF_ATTENTION = {  # every second layer, so that two layers are left of it
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", parts.every(6, TINY, 3))  # test_table has tiny-qwen3, tests/test_fp8.py has --fp8
 def test_tiny_models(name: str, capsys: Capture) -> None:
     mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")

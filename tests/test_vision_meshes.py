@@ -43,8 +43,9 @@ MESHES: list[dict[str, int]] = [
     dict(pp=2, tp=2),
     dict(fsdp=2, tp=2, ep=2),
 ]
-# On fewer ranks the same collectives run; the oracles below take whole meshes.
+# On fewer ranks the same collectives run, and a mesh of all three axes has those of tp.
 IN_PART: dict[str, dict[str, int]] = {
+    "tp=2": dict(fsdp=2, tp=2, ep=2),
     "replicate=2,fsdp=2": dict(replicate=2),
     "cp=2,tp=2": dict(cp=2),
     "pp=2,tp=2": dict(pp=2),
@@ -188,7 +189,7 @@ ALL_ORACLES: list[Tried] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tried", parts.every(4, ORACLES_ON, 1), ids=str)
+@pytest.mark.parametrize("tried", parts.every(7, ORACLES_ON, 5), ids=str)
 def test_every_oracle(source: Sources, tried: Tried) -> None:
     """The bill covers the tower: count and bytes of its collectives, and none for frozen parameters."""
     family, mesh, *how = tried
@@ -197,6 +198,7 @@ def test_every_oracle(source: Sources, tried: Tried) -> None:
 
 
 @pytest.mark.slow
+@parts.IN_MATRIX
 @pytest.mark.parametrize("tried", parts.every(96, ALL_ORACLES, 36), ids=str)
 def test_every_oracle_on_all_meshes(source: Sources, tried: Tried) -> None:
     test_every_oracle(source, tried)
@@ -216,7 +218,7 @@ ONCE = [
 ]
 
 
-@pytest.mark.parametrize("tried", parts.every(3, ONCE), ids=str)
+@pytest.mark.parametrize("tried", parts.every(4, ONCE), ids=str)
 def test_once_a_step(source: Sources, tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
     """No rank has images in the last micro-batch, after which gradients are reduced."""
     family, mesh, trained, once = tried
