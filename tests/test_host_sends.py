@@ -33,7 +33,7 @@ from meshwright.mesh.local_collectives import (
 )
 from meshwright.mesh.part import own_store
 from meshwright.verify import Recorder
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 
 NUM = 7
 
@@ -427,7 +427,7 @@ def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
     return exchanges[0], [seen.op for seen in recorder.collectives]
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("mesh", [dict(tp=2), dict(fsdp=2, ep=2), *([dict(fsdp=2)] if parts.ALL else [])], ids=str)
 def test_every_collective_of_a_step_is_sent_so(tmp_path: Path, mesh: dict[str, int]) -> None:
     directory = tiny.directory(tmp_path / "m", "qwen3_moe")
     exchanges, seen = worlds.run(2, fsdp_steps, directory, mesh)[0]

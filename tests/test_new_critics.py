@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 from tests.test_value_heads import DOCUMENTS, VISION, bytes_of
 
 LAST = [sum(map(len, DOCUMENTS[: at + 1])) - 1 for at in range(len(DOCUMENTS))]
@@ -49,7 +49,7 @@ def trained(source: Path, out: Path, **options: Any) -> tuple[Tensor, dict[str, 
     return mw.logits(again, batch)[LAST], mw.gather(again)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", parts.every(2, CLASSES))
 def test_transformers_loads_it_as_what_it_is(tmp_path: Path, name: str) -> None:
     source, out = language_model(tmp_path / "m", name), tmp_path / "out"
     values, weights = worlds.run(2, trained, source, out)[0]

@@ -52,7 +52,7 @@ def _real(source: Path, mesh: dict[str, int], args: list[Any]) -> list[tuple[lis
 
 
 # Every third of four: each family on a mesh, and each mesh with a family.
-@pytest.mark.parametrize(("name", "sizes"), parts.every(3, product(["qwen3_moe", "qwen3_5_moe"], MESHES)))
+@pytest.mark.parametrize(("name", "sizes"), parts.every(6, product(["qwen3_moe", "qwen3_5_moe"], MESHES)))
 def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -> None:
     """Each rank takes options in turn: none leaves anything behind for the next."""
     cases = parts.every(2, CASES.values(), [*MESHES].index(sizes))

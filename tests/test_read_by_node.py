@@ -51,7 +51,7 @@ def both_ways(source: Path, mesh: dict[str, int], per_node: int) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name", "per_node"), parts.every(5, product(MESHES, ["qwen3_moe", "qwen3_5"], [2, 4])), ids=str
+    ("mesh", "name", "per_node"), parts.every(9, product(MESHES, ["qwen3_moe", "qwen3_5"], [2, 4])), ids=str
 )
 def test_a_node_reads_each_byte_once(tmp_path: Path, name: str, mesh: dict[str, int], per_node: int) -> None:
     """All that a node stores, be it of one rank or of several; in the dtype of the file, by the bill."""

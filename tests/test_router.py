@@ -49,7 +49,11 @@ def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple
 
 
 @pytest.mark.parametrize("name", MOE)
-@pytest.mark.parametrize(("mesh", "length"), [({}, None), ({}, 70), (dict(tp=2), 70), (dict(tp=2, ep=2), 58)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "length"),
+    [({}, None), ({}, 70), (dict(tp=2, ep=2), 58), *([(dict(tp=2), 70)] if parts.ALL else [])],
+    ids=str,
+)
 def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
     """Padding counts nothing."""
     ref_loss, ref = on_one(reference_outputs, name)
@@ -96,7 +100,7 @@ def two_streams(rank: int, num: int) -> list[mw.Batch]:
 MESHES = [dict(fsdp=2), dict(fsdp=2, tp=2, ep=4), dict(tp=2, ep=2)]
 
 
-@pytest.mark.parametrize("mesh", parts.every(2, MESHES), ids=trials.named)
+@pytest.mark.parametrize("mesh", MESHES if parts.ALL else MESHES[2:3], ids=trials.named)
 def test_previous_does_not_depend_on_the_mesh(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     check_same(sources["qwen3_moe"], mesh, "previous", two_streams)
 
