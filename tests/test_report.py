@@ -17,7 +17,7 @@ import pytest
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.report import last_words, series, summary
-from meshwright.report.run_files import Run, read_run
+from meshwright.report.run_files import Run, read_folder, read_run
 from meshwright.report.run_page import report_page
 from meshwright.report.series import chart_data, thin_indices
 from tests.fake_runs import fake_run
@@ -172,6 +172,128 @@ def test_runs_are_compared_by_what_changes_a_curve(tmp_path: Path) -> None:
         ["optim.lr", "0.1", "0.2"], ["data[1].shuffle", "false", "true"]
     ]  # fmt: skip
     assert summary._duration(runs[0]) == "0:01:30"
+
+
+def run_of(folder: Path, *lines: str) -> Run:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return read_folder(folder)
+
+
+def test_lines_of_one_step_do_not_replace_each_other(tmp_path: Path) -> None:
+    """The samples of a step have numbers, and the best checkpoint may be of the step of another one."""
+    run = run_of(
+        tmp_path,
+        line("start", 0, num_steps=9),
+        *(line("sample", 2, number=number, text=f"text {number}") for number in (0, 1)),
+        line("save", 2, path="checkpoints/step-000002", seconds=1.25),
+        line("save", 2, path="best/step-000002", seconds=2, best=True),
+        line("start", 2, num_steps=20, **{"from": 2}),
+    )
+    assert [each["text"] for each in run.of("sample")] == ["text 0", "text 1"]
+    assert summary.checkpoint_rows(run) == [
+        ["2", "checkpoints/step-000002", "1.2 s", ""], ["2", "best/step-000002", "2.0 s", "best"]
+    ]  # fmt: skip
+    assert run.num_steps == 20, "the last start was given more steps"
+
+
+def test_the_best_is_the_lowest_mean_of_all_sets(tmp_path: Path) -> None:
+    losses = [(3.0, 1.0), (1.0, 2.0), (0.5, 4.0), (None, 0.0)]
+    evals = [line("eval", n, **{"eval/a/loss": a, "eval/b/loss": b, "eval/b/perplexity": 0.0})
+             for n, (a, b) in enumerate(losses, 1)]  # fmt: skip
+    assert run_of(tmp_path, *evals).best == (1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "text", "state"),
+    [
+        (None, "at step 3 of 9", "open"),
+        ("", "done, 3 steps", "good"),
+        ("early stopping", "ended at step 3 of 9 by early stopping", "good"),
+        ("signal 15", "ended at step 3 of 9 by signal 15", "open"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, ends: str | None, text: str, state: str) -> None:
+    """A failure of a start before this one, or after the end of a run, is not how it ended."""
+    rest = [] if ends is None else [line("end", 3, why=ends)]
+    (tmp_path / "failure.txt").write_text("rank 1 died")
+    lines = (line("start", 0, num_steps=9), line("step", 3, **{"train/loss": 1.0}), *rest)
+    os.utime(tmp_path / "failure.txt", (999, 999))
+    assert summary.outcome(run_of(tmp_path, *lines)) == (text, state)
+    os.utime(tmp_path / "failure.txt", (2000, 2000))
+    failed = ("failed after step 3 of 9", "bad")
+    assert summary.outcome(read_folder(tmp_path)) == (failed if ends is None else (text, state))
+
+
+def test_tiles(tmp_path: Path) -> None:
+    """The rate is a median: the first step compiles. With several runs, what is equal in all is left out."""
+    steps = [
+        line("step", step, **{"throughput/tokens_per_s": rate, "throughput/mfu": rate and rate / 1e6,
+             "train/loss": 1.0 / step, "train/tokens": 1_500 * step, "memory/peak_bytes": 10**9 * step,
+             "time/step_s": 30.0})
+        for step, rate in enumerate((9_000, 1_000, None, 300_000, 2_000, 20_000), 1)
+    ]  # fmt: skip
+    (tmp_path / "layout.json").write_text(json.dumps({"parameters": 2_000_000, "trained": 500_000}))
+    run = run_of(tmp_path, line("start", 0), line("start", 0), *steps)
+    expected = {
+        "loss of the last step": "0.1667", "tokens trained on": "9 k", "tokens a second, median": "9 k",
+        "MFU, median": "0.9%", "peak memory of a rank": "6.0 GB", "parameters, 500 k trained": "2 M",
+        "took, in 2 starts": "0:03:00",
+    }  # fmt: skip
+    assert dict(summary.tiles(run)) == expected
+    several = expected.keys() - {"tokens trained on", "parameters, 500 k trained"}
+    assert dict(summary.tiles(run, only_differing=True)).keys() == several
+
+
+def test_values_of_charts(tmp_path: Path) -> None:
+    """Seconds count from the first step, a step with an evaluation has its own tokens, and loads are in percent of the
+    mean of their layer."""
+    lines = [
+        line("step", n, **{"train/loss": float(n), "train/tokens": 10 * n, "train/loss/code": 0.5}) for n in (1, 2)
+    ]
+    lines += [line("eval", 2, **{"eval/a/loss": 4.0}), line("experts", 2, load=[[1, 3], [0, 0]])]
+    runs = [run_of(tmp_path / name, *lines) for name in ("one", "two")]
+    data = chart_data(runs)
+    assert [(run["step"], run["tokens"], run["time"]) for run in data["runs"]] == [([1, 2], [10, 20], [0.0, 1.0])] * 2
+    assert data["experts"] == [{"steps": [2], "loads": [[[50, 150], [0, 0]]]}] * 2
+    charts = {chart["metric"]: chart["curves"] for chart in data["charts"]}
+    assert [curve["label"] for curve in charts["source"]] == ["one: code", "two: code"]
+    assert [(each["label"], each["y"], each["at"]) for each in charts["train/loss"] if each.get("points")] == [
+        ("one: a", [4.0], [1]), ("two: a", [4.0], [1])
+    ]  # fmt: skip
+    assert [each["label"] for each in chart_data(runs[:1])["charts"][1]["curves"]] == ["code"]
+
+
+def test_outputs_are_of_a_run_that_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run whose last start writes no checkpoints cannot be sampled from."""
+    for name in ("export", "checkpoints/step-000001", "checkpoints/step-000002", "best/step-000001"):
+        (tmp_path / name).mkdir(parents=True)
+    newest = lambda folder: max(folder.iterdir(), default=None)  # noqa: E731 - short
+    monkeypatch.setattr("meshwright.report.end_of_run.newest_whole", newest)
+    step = line("step", 2, **{"train/loss": 1.0})
+
+    def words_of(why: str, *writes: bool) -> str:
+        starts = (line("start", n, num_steps=9, writes=each, **{"from": n}) for n, each in enumerate(writes))
+        run_of(tmp_path, *starts, step, line("end", 2, why=why))
+        return "\n".join(last_words(tmp_path, "x"))
+
+    text = words_of("", False, True)
+    assert re.search(r"checkpoints/step-000002 +the newest checkpoint of 2\n", text)
+    assert re.search(r"best/step-000001 +the one with the lowest held-out loss\n", text)
+    assert text.endswith('meshwright sample x --prompt "..."')
+    assert "  export " in text
+    assert "  export " in words_of("early stopping", True)
+    assert "  export " not in words_of("signal 15", True)
+    assert words_of("", True, False).endswith("report x")
+
+
+def test_samples_of_many_steps(tmp_path: Path) -> None:
+    """The newest are open; the first and the twelve before the newest can be unfolded, the latest of them on top."""
+    lines = [line("sample", step, text=f"text {step}") for step in range(1, 21)]
+    page = report_page([run_of(tmp_path, line("step", 20), *lines)], {"command": "x", "date": "today"})
+    shown = [int(step) for step in re.findall(r"What the model writes after step (\d+)", page)]
+    assert shown == [20, *range(19, 7, -1), 1]
+    assert "Samples of earlier steps" in page.partition("after step 20")[2].partition("after step 19")[0]
 
 
 def test_curves_of_held_out_sets_are_in_the_order_of_their_names() -> None:
