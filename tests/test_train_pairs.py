@@ -162,6 +162,8 @@ def _exports_load_in_transformers(at: Path) -> None:
         theirs = transformers.AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float64)
         assert theirs.config.num_labels == num
     assert theirs.config.id2label == {0: "bad", 1: "good", 2: "odd"}
+    settings = json.loads((at / "embedding" / "out" / "export" / "config_sentence_transformers.json").read_text())
+    assert settings["prompts"] == {"query": "Q:", "document": ""}
 
 
 def stopped(path: Path, at_step: int, *sets: str) -> tuple[list[str], int]:

@@ -391,3 +391,15 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     monkeypatch.chdir(tmp_path)
     assert main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
     assert f"--html {at}" in capsys.readouterr().err
+
+
+def test_a_margin_beyond_its_bound_is_a_finding(tmp_path: Path) -> None:
+    """An oracle may record a comparison and forget to report it, as E3 once did."""
+    notes = Notes(tmp_path / "0.notes")
+    near, far, lost = (Margin("E3", "weights", 1, worst, 1e-9, "a") for worst in (1e-9, 2e-9, float("nan")))
+    for margin, num in ((near, 0), (Margin("W1", "keys", 3), 0), (far, 1), (lost, 1), (near, 1)):
+        notes.add_margin(margin)
+        assert [finding.name for finding in read_notes(tmp_path).findings] == ["a"] * num
+    assert "weights: nan off, 1.0e-09 allowed" in read_notes(tmp_path).findings[0].what
+    notes.add_findings("E3", [Finding("E3", "b", "off")])
+    assert [finding.name for finding in read_notes(tmp_path).findings] == ["b"]

@@ -153,7 +153,8 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
         sources = {case: with_a_state if "state" in case[1] else plain for case in group}
         tried = {
             case: replace(
-                trials.trial(source, MESHES[case[0]]), steps=3 if case[0] == "replicate=2" or parts.ALL else 1
+                trials.trial(source, MESHES[case[0]], brief=False),
+                steps=3 if case[0] == "replicate=2" or parts.ALL else 1,
             )
             for case, source in sources.items()
         }

@@ -7,6 +7,7 @@ needs them most.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,8 +50,8 @@ class Margin:
 
     @property
     def share(self) -> float:
-        """The largest error as a share of what is allowed; above 1 the check fails."""
-        return self.worst / self.allowed if self.allowed else 0.0
+        """The largest error as a share of what is allowed; above 1 the check fails. NaN is the worst."""
+        return (math.inf if math.isnan(self.worst) else self.worst / self.allowed) if self.allowed else 0.0
 
     def __str__(self) -> str:
         if not self.count:
@@ -103,7 +104,8 @@ class Notes:
 def read_notes(folder: Path) -> Notes:
     """Read the notes of all ranks, including those that died.
 
-    A finding that several ranks share is kept once. Margins are merged: their counts add up over ranks.
+    A finding that several ranks share is kept once. Margins are merged: their counts add up over ranks. A margin beyond
+    its bound becomes a finding if its oracle has none: an oracle may record a comparison and forget to report it.
     """
     out = Notes()
     for file in sorted(folder.glob("*.notes")):
@@ -116,7 +118,16 @@ def read_notes(folder: Path) -> Notes:
                 out.ended.append(content)
     out.findings = list(dict.fromkeys(out.findings))
     out.margins = merged(out.margins)
+    reported = {finding.oracle for finding in out.findings}
+    out.findings += [
+        _unreported(margin) for margin in out.margins if margin.share > 1 and margin.oracle not in reported
+    ]
     return out
+
+
+def _unreported(margin: Margin) -> Finding:
+    what = f"{margin.what}: {margin.worst:.1e} off, {margin.allowed:.1e} allowed"
+    return Finding(margin.oracle, margin.where or margin.what, what, "the oracle recorded this and did not report it")
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
