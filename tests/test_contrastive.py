@@ -15,6 +15,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.engine.loss_documents import LossDocuments
+from meshwright.engine.step_rows import StepRows
 from meshwright.objectives import Embedding, add_embedding_files, last_token_labels
 from meshwright.objectives.embedding_files import _with_prompts
 from meshwright.ops.part_sizes import shrunk_part_sizes
@@ -454,3 +455,25 @@ def test_groups_of_one_row_are_no_negatives_of_each_other() -> None:
     alone, metrics = objective({"hidden": unit[:2]}, {}, LossDocuments([1, 1], [0, 0], torch.ones(2, dtype=torch.bool)))
     assert alone.tolist() == [0.0]
     assert metrics["negative_cosine"].tolist() == [-1.0]
+
+
+def test_metrics_are_those_of_the_longest_prefix() -> None:
+    hidden = torch.randn(4, 8, dtype=torch.float64)
+    docs = LossDocuments([1] * 4, [0, 0, 1, 1], torch.ones(4, dtype=torch.bool))
+    expected = Embedding()({"hidden": hidden}, {}, docs)[1]
+    for dims in ((8, 3), (3, 8)):
+        actual = Embedding(dims=dims)({"hidden": hidden}, {}, docs)[1]
+        assert {name: x.tolist() for name, x in actual.items()} == {name: x.tolist() for name, x in expected.items()}
+
+
+def _groups_of_step() -> list[int]:
+    """Return the groups of a step in which data rank 0 has four documents and rank 1 two, each in its own group."""
+    mesh = trials.mesh_of(dict(fsdp=2))
+    groups = range(4) if mesh.rank == 0 else range(2)
+    batch = mw.pack([[5, 6, 7]] * len(groups), length=16, groups=groups)
+    return list(StepRows(mesh, [batch, batch]).docs.group_numbers)
+
+
+def test_groups_of_data_ranks_with_unequal_documents_stay_apart() -> None:
+    for groups in worlds.run(2, _groups_of_step):
+        assert groups == [*range(12)]

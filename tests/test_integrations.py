@@ -8,7 +8,9 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -305,3 +307,14 @@ def test_learning_rates_of_areal(kind: str, least: float, factors: list[float]) 
     optim = fake_areal.OptimizerConfig(lr=2e-3, lr_scheduler_type=kind, min_lr_ratio=least, warmup_steps_proportion=0.2)
     rates = [areal_options.learning_rate(optim, 10, step) for step in (0, 1, 2, 6, 10)]
     assert rates == pytest.approx([2e-3 * factor for factor in factors])
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("hf", torch.bfloat16), ("dcp", torch.float32)])
+def test_weights_of_areal_to_continue_from_are_not_rounded(form: str, dtype: torch.dtype) -> None:
+    model = SimpleNamespace(recipe=SimpleNamespace(lora=None), dtype=torch.bfloat16, mesh=MagicMock())
+    meta = SimpleNamespace(weight_format=form, path="p", tokenizer=None, processor=None)
+    areal_cases.backend()
+    areal_weights = sys.modules["meshwright.integrations.areal_weights"]
+    with patch.object(areal_weights.mw, "export") as export:
+        areal_weights.export(cast(Any, model), meta, SimpleNamespace(dtype="bfloat16"))
+    assert export.call_args.kwargs["dtype"] == dtype

@@ -22,7 +22,7 @@ from meshwright.memory.budget import (
     too_large,
     with_hold,
 )
-from meshwright.mesh import loopback, memory_limits, shared_devices
+from meshwright.mesh import Mesh, loopback, memory_limits, shared_devices
 from meshwright.mesh.memory_limits import Memory, memory_of
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import HELD, Stored
@@ -32,6 +32,12 @@ from tests import tiny
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "_host_bytes", lambda: 1000)
     assert memory_of(torch.device("cpu"), 3) == Memory(333, 333, shared=True)
+
+
+def test_a_mesh_on_some_ranks_leaves_the_others_their_memory() -> None:
+    mesh = SimpleNamespace(device=torch.device("cpu"), global_node=range(4), node=range(2))
+    with patch("meshwright.mesh.memory_of", lambda _, local_ranks: local_ranks):
+        assert cast(property, Mesh.memory).__get__(mesh) == 4
 
 
 def test_the_smallest_limit_of_a_container_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,13 +211,14 @@ def test_what_is_not_counted_is_listed(capsys: Capture) -> None:
         (dict(replicate=2, fsdp=2), 4, 2 * 0.688 + 2 * 0.544),
         (dict(fsdp=2, tp=2), 4, 2 * 0.688 + 2 * 0.544 + 0.469),  # the head exchanges statistics over tp
         (dict(pp=2, fsdp=2), 3, 0.688 + 2 * 0.544),
+        (dict(pp=4, fsdp=2), 4, 0.688 + 3 * 0.544),  # a stage has two neighbours at most
         (dict(fsdp=8, ep=4), 4, 2 * 0.688 + 0.544 + 0.688 + 3 * 0.469),
     ],
     ids=str,
 )
 def test_communicators_come_on_top(mesh: dict[str, int], count: int, gb: float) -> None:
     """By hand: 0.688 GB a group, 0.544 of two ranks; 0.469 more for each rank that takes part in an all-to-all."""
-    nccl = communicators(figures_of(tiny.ODD["qwen3_moe"], **mesh))
+    nccl = communicators(figures_of(tiny.of("qwen3_moe", num_hidden_layers=4), **mesh))
     assert (nccl.count, nccl.num_bytes / 1e9) == (count, pytest.approx(gb, abs=2e-3))
 
 

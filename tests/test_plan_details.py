@@ -11,14 +11,19 @@ import torch
 
 import meshwright as mw
 from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import inspect
 from meshwright.errors import ConfigError, MeshError
+from meshwright.memory.fsdp_buffers import sharded_units
+from meshwright.memory.meta_model import Seen
 from meshwright.plan import search
+from meshwright.plan.least_memory import LeastMemory
 from meshwright.plan.mesh_checks import as_option, check_devices
 from meshwright.plan.search import Cut, Search
 from meshwright.plan.svg import _caption
 from meshwright.plan.wording import saved
-from meshwright.recipe import MemoryOptions
+from meshwright.recipe import Lora, MemoryOptions, Recipe
+from tests import tiny
 
 SHARING = "let ranks share a device: --ranks-per-device"
 DEVICES: list[tuple[str, int, dict[str, int], int, str]] = [  # device, number of them, mesh, ranks of each, error
@@ -145,3 +150,31 @@ def test_only_the_first_differences_are_printed(more: int, capsys: pytest.Captur
     printed = capsys.readouterr().out.splitlines()
     assert sum("weights k" in line for line in printed) == inspect._MOST
     assert [line for line in printed if "--json" in line] == ["  and 1 more; --json has them all"] * more
+
+
+def test_frozen_weights_that_are_offloaded_take_no_device_memory() -> None:
+    blueprint = Blueprint.of(tiny.of("qwen3"), None, Recipe(lora=Lora(rank=2)))
+
+    def bound(least: LeastMemory, offload: bool) -> float:
+        return least.num_bytes(Axes(), 1, MemoryOptions("full", offload=offload), holds=False)
+
+    least = LeastMemory(blueprint, 16, 8)
+    frozen = least._frozen_bytes
+    on_device, offloaded = bound(least, False), bound(least, True)
+    least._frozen_bytes = 2 * frozen  # type: ignore[misc] # a cached property
+    assert bound(least, False) == on_device + frozen
+    assert bound(least, True) == offloaded
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "wrapped"),
+    [({}, False, False), ({}, True, True), (dict(tp=2), False, False), (dict(replicate=2), False, True),
+     (dict(fsdp=2), False, True), (dict(cp=2), False, True)],
+    ids=str,
+)  # fmt: skip
+def test_the_simulation_has_buffers_for_what_fsdp_wraps(mesh: dict[str, int], offload: bool, wrapped: bool) -> None:
+    """FSDP wraps a unit that it shards, one that it only replicates, and one that it offloads."""
+    spec, axes = Blueprint.of(tiny.of("qwen3")).spec, Axes(**mesh)
+    units = spec.stages(axes, 0)[0].units
+    seen = Seen(torch.bfloat16, MemoryOptions(offload=offload))
+    assert len(sharded_units(spec, units, axes, axes.coords(0), seen)) == wrapped * len(units)

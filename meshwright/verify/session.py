@@ -328,17 +328,19 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, recipe, steps=_STEPS[dtype], router_aux="previous" if pp > 1 else "pooled",
-        keeps_all=small, draws=small, optimizer=optimizer_of(plan),
+        keeps_all=small, draws=small, optimizer=optimizer_of(plan, dtype),
         small_parts=_small_parts(plan, dtype) if small else 0,
         checkpoint=source.parent / f"{dtype} checkpoint" if small else None,
     )  # fmt: skip
 
 
-def optimizer_of(plan: Plan) -> Optimizer:
-    """Return the optimizer of a trial. Muon iterates in the dtype of the trial: in bfloat16, one element that rounds
-    differently changes a whole update."""
+def optimizer_of(plan: Plan, dtype: str) -> Optimizer:
+    """Return the optimizer of a trial. In float64 Muon iterates in float64: in bfloat16, one element that rounds
+    differently changes a whole update. Other dtypes compare no updates, and count the bytes of the user's iteration."""
     optimizer = plan.options.optimizer
-    return replace(optimizer, matrix_dtype=None) if isinstance(optimizer, Muon) else optimizer
+    if isinstance(optimizer, Muon) and dtype == "float64":
+        return replace(optimizer, matrix_dtype=None)
+    return optimizer
 
 
 def _small_parts(plan: Plan, dtype: str) -> int:
