@@ -91,7 +91,7 @@ def test_options_that_differ_from_their_defaults(memory: dict[str, Any], optimiz
 
 
 def test_the_nearest_mesh_is_among_those_with_the_smallest_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of meshes with equal parts those with the most tp and pp are costed; the one that exceeds by least is named."""
+    """Among meshes with equal parts, those with the most tp and pp are costed. The nearest is named."""
     costed: list[str] = []
     left = {"tp=8": -9, "pp=2 tp=4": -5, "tp=4": -1, "fsdp=2 tp=4": -3, "replicate=8": 100}
 

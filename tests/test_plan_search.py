@@ -364,7 +364,7 @@ def test_context_options_restrict_the_search_to_cp() -> None:
 @parts.IN_MATRIX
 @pytest.mark.timeout(600)  # others may use the machine
 def test_searches_end_within_a_minute_of_a_cpu() -> None:
-    """Hardly any mesh fits 64 ranks, so many are costed in full."""
+    """Hardly any mesh fits 64 ranks, and the search costs many in full."""
     results = []
     for num, tokens, limit in ((1024, 8192, 60), (64, 32768, 40)):
         began, asked = time.process_time(), request(num, tokens=tokens, top=5)

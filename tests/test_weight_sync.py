@@ -280,11 +280,11 @@ def test_a_bucket_is_closed_on_both_sides_and_for_others() -> None:
     assert attached.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        given = os.dup(theirs.fileno())
+    ours, other_end = socket.socketpair()
+    with ours, other_end:
+        given = os.dup(other_end.fileno())
         _Channel(ours).give(given)
-        os.close(_Channel(theirs).take_handle())
+        os.close(_Channel(other_end).take_handle())
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(given)
 

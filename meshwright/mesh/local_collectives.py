@@ -33,7 +33,7 @@ _LIBRARY.define("all_gather_into_tensor(Tensor x, int size, str group) -> Tensor
 _LIBRARY.define("reduce_scatter_tensor(Tensor x, str op, int size, str group) -> Tensor")
 _LIBRARY.define("all_to_all_single(Tensor x, SymInt[] outs, SymInt[] ins, str group) -> Tensor")
 
-_PIECE = part_size(__name__, "_PIECE", 1 << 20, small=5003)  # elements of each rank that are received at once
+_PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # elements of each rank that are received at once
 _WHOLE = part_size(__name__, "_WHOLE", 1 << 13, small=5)  # elements up to which an all-reduce sends all to all ranks
 
 _SOCKETS: WeakKeyDictionary[dist.ProcessGroup, LocalSockets] = WeakKeyDictionary()

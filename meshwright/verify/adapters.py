@@ -207,7 +207,8 @@ def adapter_files(run: Run, folder: Path, trained: Mapping[str, Tensor]) -> Find
 
 
 def with_rslora(adapter: Path) -> Path:
-    """Copy an adapter. The config of the copy divides alpha by the root of the rank, and has the same scales."""
+    """Copy an adapter directory. The copy's config sets `use_rslora` (scale = alpha / sqrt(rank)) and keeps all
+    scales."""
     out = Path(shutil.copytree(adapter, adapter.with_name(f"{adapter.name} with rsLoRA"), dirs_exist_ok=True))
     config = json.loads((out / peft_files.CONFIG_FILE).read_text())
     rank, alpha, ranks, alphas = (config[name] for name in ("r", "lora_alpha", "rank_pattern", "alpha_pattern"))

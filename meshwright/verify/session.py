@@ -299,8 +299,8 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
 
 
 def lacks_head(blueprint: Blueprint) -> bool:
-    """Return whether the value head is new: the files lack it, or there are no files and adapters are trained, which
-    begin at a language model."""
+    """Return whether the value head is new, because the files lack it. Without files, adapters are taken to start from
+    a language model."""
     if blueprint.head != "value":
         return False
     keymap = blueprint.keymap

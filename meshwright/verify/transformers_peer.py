@@ -122,8 +122,8 @@ def write_adapter(source: Path, lora: Lora, at: Path) -> None:
 
 
 def merged_by_both(source: Path, adapter: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of a source with an adapter merged by us, and merged by peft. Its config states the scales
-    as of rsLoRA, which our own files never do."""
+    """Return the weights of a source with an adapter merged by us, and merged by peft. Both read a config with
+    `use_rslora`, which our own exports never write."""
     adapter = with_rslora(adapter)
     model = load(
         source, Mesh(device="cpu"), dtype=torch.float32, lora=Lora(path=str(adapter)), tower=_has_tower(source)
