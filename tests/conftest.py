@@ -46,15 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest, in that order. They start first: a long one that starts last leaves the other workers idle.
 LONGEST = (
-    "test_train_pairs", "test_hosts", "test_mtp", "test_meshes", "test_fp8_gathers", "test_fp8", "test_matrix",
-    "test_vision_meshes", "test_activations", "test_checkpoint", "test_token_once", "test_lost_ranks", "test_rl",
-    "test_train", "test_verify", "test_sleep", "test_causes", "test_state_in_8_bits", "test_pipeline", "test_renamed",
-    "test_stream_ranks", "test_plan_search", "test_savings", "test_fp8_files", "test_frozen_fp8", "test_lora_meshes",
-    "test_engine", "test_weights", "test_4_bit_files", "test_reports", "test_plan", "test_frozen", "test_verify_lora",
-    "test_state_dict", "test_state", "test_host_sends", "test_docs", "test_vision_planted", "test_value_heads",
-    "test_context", "test_long_contexts", "test_plants", "test_demo", "test_killed", "test_train_live", "test_lora",
-    "test_verify_peer", "test_train_loop", "test_train_images", "test_qwen4_meshes", "test_checkpoint_power",
-    "test_kernels_compile",
+    "test_train_pairs", "test_hosts", "test_killed", "test_demo", "test_checkpoint_power", "test_wheel",
+    "test_kernels_compile", "test_matrix", "test_mtp", "test_checkpoint", "test_fp8_gathers", "test_muon",
+    "test_activations", "test_meshes", "test_transformers", "test_state_in_8_bits", "test_fp8", "test_renamed",
+    "test_vision_meshes", "test_docs", "test_host_sends", "test_lost_ranks", "test_pipeline", "test_rl",
+    "test_outside_worlds", "test_engine", "test_lora_meshes", "test_causes", "test_weights", "test_4_bit_files",
+    "test_plan", "test_verify", "test_plan_search", "test_router", "test_token_once", "test_verify_peer_tower",
+    "test_fp8_files", "test_stream_ranks", "test_vision", "test_verify_page", "test_export_over", "test_train",
+    "test_sleep", "test_savings", "test_four_bits", "test_frozen_fp8", "test_value_heads", "test_checkpoint_broken",
+    "test_vision_planted", "test_sample", "test_frozen", "test_rope_scaling", "test_reports", "test_check_weights",
+    "test_add_a_model", "test_profile", "test_lora", "test_contrastive",
 )  # fmt: skip
 
 

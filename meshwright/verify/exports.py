@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,9 +21,9 @@ from ..engine import Model, export, stream
 from ..mesh import Mesh
 from ..weights import DTYPES, TRAINABLE, blocks_by_key
 from .adapters import PREFIX, Expected, adapter_files, expected_exports, trains_more
+from .fp8_exports import SCALES, check_in_8_bits, check_unchanged_blocks
 from .reference import Findings, Run, unrounded
 from .results import Finding
-from .weight_checks import scaled
 
 Way = tuple[str, dict[str, Any]]  # a name in findings; the arguments of `mw.export` or `mw.stream`
 _WAYS: dict[str, dict[str, Any]] = {
@@ -34,12 +33,6 @@ _WAYS: dict[str, dict[str, Any]] = {
     'export(format="fp8")': {"format": "fp8"},
     'stream(format="fp8")': {"format": "fp8"},
 }
-# FP8 as in DeepSeek-V3 (arXiv:2412.19437): E4M3 codes, and a scale for each block of 128 x 128.
-_BLOCK = (128, 128)
-_SCALES = "_scale_inv"
-_LARGEST = 448.0  # the largest value of E4M3
-_STEP = 2.0**-4  # half of the relative distance between two neighbouring values: E4M3 has 3 bits of mantissa
-_LEAST = 2.0**-10  # half of the smallest value, 2^-9
 
 
 def e2_exports(run: Run) -> Findings:
@@ -53,9 +46,12 @@ def e2_exports(run: Run) -> Findings:
     expected = expected_exports(trained, lora)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):
-            made = _made(run.model, way, folder / str(number))
+            at = folder / str(number)
+            made = _made(run.model, way, at)
             if run.model.mesh.rank == 0:
                 yield from _compared(run, way, made, expected)
+            if way[1].get("format") == "fp8" and at.exists():
+                yield from check_unchanged_blocks(run, at, made)
         if lora is not None and not trains_more(run.model):
             yield from adapter_files(run, folder, trained)
     run.record_once("E2", "keys of exports", len(ways) * len(expected))
@@ -112,9 +108,9 @@ def _compared(run: Run, way: Way, files: Mapping[str, Tensor], expected: Mapping
     for key, each in expected.items():
         if key not in files:
             yield Finding("E2", key, f"{name} has not written it")
-        elif key + _SCALES in files:
-            yield from _in_8_bits(
-                name, key, files[key], files[key + _SCALES], each.value.to(run.model.dtype), each.slack
+        elif key + SCALES in files:
+            yield from check_in_8_bits(
+                name, key, files[key], files[key + SCALES], each.value.to(run.model.dtype), each.slack
             )
         else:
             # Parameters that are never rounded keep the dtype of the source where it is wider.
@@ -144,38 +140,3 @@ def _values(
     if wrong.any():
         what = f"{int(wrong.sum())} of {wrong.numel()} elements of {way} are not those that were trained"
         yield Finding("E2", key, what, guess)
-
-
-def _in_8_bits(
-    way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor, slack: Tensor | float = 0.0
-) -> Iterator[Finding]:
-    """Check that each code is the nearest to its weight, and that the largest weight of a block has the largest code.
-
-    `slack`: the error that a weight may have already. The second check catches scales that are too large: every code
-    may then be the nearest, yet bits are wasted.
-    """
-    size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
-    step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
-    off = (values - weight.double()).abs()
-    # The distance between codes grows with the value; among subnormal numbers it is constant.
-    wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST) + slack)
-    if wrong.any():
-        what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to FP8"
-        yield Finding("E2", key, what, "codes or scales of other blocks")
-    largest = _block_max(size / step)
-    unlike = ~((largest / _LARGEST - 1).abs() <= 0.01) & (_block_max(size) > 0)
-    if unlike.any():
-        what = f"{int(unlike.sum())} of {largest.numel()} scales of {way} are not those of the largest value of a block"
-        yield Finding("E2", key, what, "a scale of another block, or of some of its rows")
-
-
-def _block_max(of_elements: Tensor) -> Tensor:
-    """Return the largest element of each block. Blocks at the edges are padded with zeros."""
-    rows, columns = _BLOCK
-    short = [-size % whole for size, whole in zip(of_elements.shape[-2:], _BLOCK, strict=True)]
-    return (
-        F.pad(of_elements, (0, short[1], 0, short[0]))
-        .unflatten(-1, (-1, columns))
-        .unflatten(-3, (-1, rows))
-        .amax((-3, -1))
-    )
