@@ -143,8 +143,8 @@ def test_experts_that_were_changed_are_checked_again() -> None:
 
 
 def test_numbers_of_a_schedule_become_floats() -> None:
-    made = [lr_of_step(lr, 3) for lr in (1, 0.25, torch.tensor([[0.5]]), np.float64(2))]
-    assert (made, {*map(type, made)}) == ([1.0, 0.25, 0.5, 2.0], {float})
+    made = [lr_of_step(lr, 3) for lr in (1, 0.25, torch.tensor([[0.5]]), np.float64(2), np.float32(4), np.int64(3))]
+    assert (made, {*map(type, made)}) == ([1.0, 0.25, 0.5, 2.0, 4.0, 3.0], {float})
     assert [norm_bound(each) for each in (None, 2, 0.5)] == [None, 2.0, 0.5]
 
 

@@ -113,9 +113,9 @@ def lr_of_step(lr: object, step: int) -> float:
     """Return the learning rate of a step as a float. Refuse what is not a number of 0 or more, such as NaN."""
     # Schedules often return a tensor of one element, or a numpy number.
     number = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
-    if not within(number, 0):
+    if not isinstance(number, Real) or not within(float(number), 0):
         raise ConfigError(f"lr of step {step} is {lr!r}; it must be a number of 0 or more")
-    return float(number)  # type: ignore[arg-type] # `within` has looked
+    return float(number)
 
 
 def norm_bound(max_norm: object) -> float | None:

@@ -40,7 +40,7 @@ _FILE_BYTES = part_size(__name__, "_FILE_BYTES", 256 << 20, small=1500)  # after
 
 def document_key(tokens: Tensor) -> str:
     """Return the key of a document: the 128-bit xxh3 of its tokens as little-endian int32, in hex."""
-    return xxhash.xxh3_128_hexdigest(tokens.cpu().to(torch.int32).contiguous().numpy().astype("<i4").tobytes())
+    return xxhash.xxh3_128_hexdigest(tokens.cpu().numpy().astype("<i4").tobytes())
 
 
 def weights_fingerprint(directory: Path | str, mesh: Mesh | None = None) -> str:

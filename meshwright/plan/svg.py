@@ -130,7 +130,8 @@ def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
     else:
         place, last = axes.data_rank(rank), (blocks.shown - 1) // (axes.cp * axes.tp)
     shade = round(100 * place / max(last, 1))
-    live = ", ".join(f"{axis} {at[axis]}" for axis in ("pp", "cp", "tp", "efsdp", "ep") if axes.size_of(axis) > 1)
+    names = ("pp", "cp", "tp", *(("efsdp", "ep") if axes.ep > 1 else ()))
+    live = ", ".join(f"{axis} {at[axis]}" for axis in names if axes.size_of(axis) > 1)
     title = f"rank {rank}: data rank {axes.data_rank(rank)}" + (f", {live}" if live else "")
     return wrap("i", str(rank), kind=_ink(shade), title=title, style=f"--shade:{shade}%")
 

@@ -110,7 +110,8 @@ class MatrixPlan:
         self.matrices: list[Matrix] = []
         same_kind: dict[object, list[Matrix]] = {}  # layers of one kind have equal boxes
         for param in params:
-            kind = (*param.rows.items(), None, *param.cols.items(), *(param.matrices or {}).items(), param.in_fsdp)
+            matrices = None if param.matrices is None else tuple(param.matrices.items())  # {}: one matrix; None: none
+            kind = (tuple(param.rows.items()), tuple(param.cols.items()), matrices, param.in_fsdp)
             if kind not in same_kind:
                 same_kind[kind] = list(_held(param, rules, axes, self.group, by_head))
             self.matrices += [

@@ -146,3 +146,9 @@ def test_costly_matrices_are_exchanged_first_and_buckets_are_filled_anew(monkeyp
     ]  # fmt: skip
     eight = [param(f"p{n}", {"r": 4}, {"c": 4}) for n in range(8)]
     assert [len(some) for some in MatrixPlan(eight, Rules(), Axes(fsdp=2), 0)._in_buckets] == [4, 4]
+
+
+def test_a_parameter_that_is_no_matrix_does_not_share_boxes_with_one_that_is():
+    params = [param("a", {"r": 7}, {"c": 5}), param("b", {"r": 7}, {"c": 5}, None)]
+    for order in (params, params[::-1]):
+        assert {each.name for each in MatrixPlan(order, Rules(), Axes(fsdp=2), 0).matrices} == {"a"}
