@@ -149,6 +149,7 @@ def test_documents_of_one_length_in_slices_of_one_matmul():
         ((256,) * 3, 1, 8),
         ((500, 500), 2, 8),
         ((512, 512), 2, 4),
+        ((512, 512), 2, 264),
     ],
 )
 def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, lengths, calls, dim):
@@ -168,6 +169,58 @@ def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, l
     monkeypatch.setattr(module, "kind_of", lambda _: "accelerator")
     assert torch.allclose(attention(*streams, docs), eager, rtol=0, atol=1e-12)
     assert len(called) == calls
+
+
+def test_each_kind_of_queries_has_a_trial_of_its_own(monkeypatch):
+    tried = []
+
+    def fastest(kernel, plain, inputs, prepare=list, lengths=(), planned=None):
+        tried.append((kernel, prepare, planned))
+        return plain
+
+    monkeypatch.setattr(module, "fastest", fastest)
+    (q, k, v), docs = inputs(4), documents((4,), "cpu")
+    attention(q, k, v, docs)
+    attention(q[2:], k, v, docs, 2)
+    attention(q, k, v, docs, causal=False)
+    assert tried == [
+        (module._varlen, list, meta_kernels.attention),
+        (module._varlen_last_queries, module._last_queries, meta_kernels.attention),
+        (module._varlen_bidirectional, list, meta_kernels.attention),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "num_queries", "bounds", "window"),
+    [
+        (module._varlen, 9, [0, 3, 4, 9], (-1, 0)),
+        (module._varlen_bidirectional, 9, [0, 3, 4, 9], (-1, -1)),
+        (module._varlen_last_queries, 6, [0, 0, 1, 6], (-1, 0)),
+    ],
+)
+def test_the_varlen_kernel_gets_bounds_without_padding_and_the_window(monkeypatch, op, num_queries, bounds, window):
+    given = []
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
+        given.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, window_size))
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    q, k, v = inputs(9)
+    op(q[-num_queries:], k, v, documents((3, 1, 5), "cpu", padded=8))
+    assert given == [(bounds, [0, 3, 4, 9], 5, 5, window)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "dtype", "heads"),
+    [(("cpu",), torch.float32, [0, 1]), ((), torch.bfloat16, [0, 1]), ((), torch.float32, [0, 0, 0, 1, 1, 1])],
+)
+def test_a_gpu_repeats_each_kv_head_for_its_queries_in_float32(monkeypatch, slow, dtype, heads):
+    monkeypatch.setattr(module, "SLOW", slow)
+    q, k = torch.zeros(1, 6, 2, dtype=dtype), torch.arange(2).to(dtype).view(1, 2, 1)
+    same_q, *others = module._with_heads_of_torch(q, k, 10 + k)
+    assert same_q is q
+    assert [x.flatten().tolist() for x in others] == [heads, [10 + head for head in heads]]
 
 
 def test_a_plan_of_documents_of_one_length(monkeypatch):

@@ -1,12 +1,16 @@
 """Choice of blocks and attention over them, against loops over documents, queries and blocks."""
 
 import math
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.ops import chosen_blocks as module
 from meshwright.ops import documents, part_sizes
 from meshwright.ops.chosen_blocks import Choice, block_attention, block_keys, blocks_of, choose_blocks
 from tests.ops.references import assert_no_leak, compare, quick, ragged, rand
@@ -104,3 +108,74 @@ def test_enough_blocks_are_causal_attention():
     mask = chosen(rand(17, HEADS, DIM, grad=False), rand(17, DIM, seed=1, grad=False), docs, 4, 3).visible_keys()
     causal = torch.block_diag(*(torch.ones(n, n).tril() for n in (5, 12))).bool()
     assert torch.equal(mask, causal)
+
+
+def test_blocks_of_documents_that_end_within_one():
+    blocks = blocks_of(documents((3, 1, 4), "cpu").positions_T, 2)
+    assert blocks.last_B.tolist() == [1, 5, 7, 1], "those behind the last whole one lie within the stream"
+    assert blocks.before_S.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert blocks.visible_S.tolist() == [0, 1, 1, 0, 0, 1, 1, 2]
+
+
+def late_choice(first):
+    docs = documents((3, 1, 8), "cpu")
+    blocks = blocks_of(docs.positions_T, 2)
+    chosen_Tb = torch.tensor([[-1, -1]] * 5 + [[1, -1]] * 2 + [[1, 2], [2, -1]] + [[1, 3]] * 3, dtype=torch.int32)
+    return Choice(chosen_Tb[first:], blocks, docs.positions_T, docs.bounds, first)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 1024])
+def test_queries_from_the_middle_of_a_stream_have_their_own_gradients(monkeypatch, queries):
+    monkeypatch.setattr(module, "QUERIES", queries)
+    choice, scale = late_choice(6), 4**-0.5
+
+    def slowly(q, k, v):
+        # Token 6 is the third of its document: it sees block 1 (tokens 4 and 5), and itself.
+        rows = [[4, 5, 6], [4, 5, 6, 7], [6, 7, 8], [4, 5, 8, 9], [4, 5, 8, 9, 10], [4, 5, 8, 9]]
+        return torch.stack([((k[at, 0] @ x[0]) * scale).softmax(0) @ v[at, 0] for x, at in zip(q, rows, strict=True)])
+
+    streams = [rand(6, 1, 4), rand(12, 1, 4, seed=1), rand(12, 1, 4, seed=2)]
+    compare(lambda q, k, v: block_attention(q, k, v, choice)[:, 0], slowly, streams)
+
+
+def test_gradients_of_keys_are_summed_over_queries_in_float32(monkeypatch):
+    """All queries see the first token equally: its value gets 1 + 1/2 + 1/3 + ..., which bfloat16 stops adding to."""
+    monkeypatch.setattr(module, "QUERIES", 1)
+    num = 150
+    docs = documents((num,), "cpu")
+    q, k, v = (torch.zeros(num, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    blocks = blocks_of(docs.positions_T, 2 * num)
+    choice = Choice(torch.full((num, 1), module.NO_BLOCK), blocks, docs.positions_T, docs.bounds)
+    block_attention(q, k, v, choice).sum().backward()
+    assert abs(v.grad[0, 0, 0].item() - sum(1 / n for n in range(1, num + 1))) < 0.03
+
+
+def test_what_a_kernel_reads_of_a_choice(monkeypatch):
+    fake = SimpleNamespace(Seen=lambda *fields: fields)
+    monkeypatch.setitem(sys.modules, "meshwright.ops.kernels.block_attention", fake)
+    starts, counts, tails, last_B, size, first = module._seen(late_choice(7))
+    assert starts.tolist()[:2] == [[4, 6], [6, 0]]
+    assert starts.tolist()[2:] == [[4, 8]] * 3
+    assert (counts.tolist(), tails.tolist()) == ([2, 1, 2, 2, 2], [0, 1, 0, 1, 0])
+    assert (last_B.tolist(), size, first) == ([1, 5, 7, 9, 11, 1], 2, 7)
+    assert {x.dtype for x in (starts, counts, tails)} == {torch.int32}
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_trial_of_the_kernel_has_queries_from_the_middle(monkeypatch, late):
+    """A kernel that is right for the whole stream alone fails its trial."""
+
+    def by_kernel(q, k, v, choice):
+        return [module._forward((q, k, v), choice) * (late or choice.first == 0)]
+
+    monkeypatch.setattr(module, "_by_kernel", by_kernel)
+    monkeypatch.setattr(module, "_gradients_by_kernel", lambda of, choice, _, d: module._gradients(of, choice, d))
+    results, due = module._compare_kernel(torch.zeros(1, 2, 8), torch.zeros(1, 1, 8), 2)
+    assert len(results) == len(due) == 8
+    assert all(torch.equal(*pair) for pair in zip(results, due, strict=True)) == late
+
+
+def test_a_plan_assumes_the_longest_reach():
+    choice = late_choice(6)
+    assert choice.reach == (4, 12)
+    assert choice._replace(chosen_Tb=choice.chosen_Tb.to("meta")).reach == (0, 12)

@@ -1,0 +1,172 @@
+"""The optimizer of one rank: which state a piece has, which slices one call updates, and when an update is fused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.optim import AdamW, Clip, LocalOptimizer, local
+from meshwright.optim.int8_state import is_quantised, names_of_scales, num_blocks, seed_of, with_scales, zero_codes
+from meshwright.sharding import Param, Table
+
+BF16 = torch.bfloat16
+
+
+def param(name: str, cols: int = 0, **options: Any) -> Param:
+    return Param({"rows": 6}, {"cols": cols} if cols else {}, (), name=name, **options)
+
+
+TABLE = Table(
+    {each.name: each for each in (param("w", 4), param("norm", decay=False), param("table", 4, by_rows=True))}
+)
+
+
+def clip(norm: float, max_norm: float, **apart: float) -> Clip:
+    others = {name: torch.tensor(each) for name, each in apart.items()}
+    return Clip(torch.tensor(norm), max_norm, lambda: None, others)
+
+
+@pytest.mark.parametrize(("columns", "blocks"), [(1, 1), (255, 1), (256, 1), (257, 2), (512, 2), (513, 3)])
+def test_the_last_block_of_a_row_may_be_shorter(columns: int, blocks: int) -> None:
+    assert num_blocks(columns) == blocks
+
+
+@pytest.mark.parametrize(
+    ("of", "quantised"),
+    [
+        (param("w", 256), True),
+        (param("w", 255), False),
+        (param("w"), False),
+        (param("w", 256, adapter=True), False),
+        (param("w", 256, by_rows=True), False),
+    ],
+)
+def test_matrices_with_a_whole_block_in_each_row_are_quantised(of: Param, quantised: bool) -> None:
+    assert is_quantised(of) == quantised
+    piece = (3, of.matrix[1] if of.cols else 1)
+    narrow = 3 * piece[1] + 3 * 4  # a byte per element, and a scale of 4 bytes per row
+    options, wide = AdamW(state_dtype=torch.uint8), 3 * piece[1] * 4
+    assert options.state_bytes(torch.float32, of, piece) == 2 * (narrow if quantised else wide)
+    assert options.quantised(Table({"w": of}), ["w"]) == (("w",) if quantised else ())
+    assert AdamW().quantised(Table({"w": of}), ["w"]) == ()
+    assert options.least_bytes(Table({"w": of}), torch.float32) == 2 * (1 if quantised else 4)
+
+
+def test_state_takes_the_bytes_of_its_dtype_or_of_the_parameters() -> None:
+    of = param("w", 256)
+    for state_dtype, stored, itemsize in ((None, torch.float32, 4), (BF16, torch.float32, 2), (None, BF16, 2)):
+        assert AdamW(state_dtype=state_dtype).state_bytes(stored, of, (3, 256)) == 2 * 3 * 256 * itemsize
+
+
+def test_scales_are_declared_like_a_matrix_with_a_column_for_each_block() -> None:
+    of = Param({"heads": 2, "head": 3}, {"wide": 300, "more": 2}, (), "group", name="w", layer=5, decay=False)
+    table = with_scales(Table({"w": of, "norm": param("norm")}), ["w"])
+    assert [*table.params] == ["w", "norm", *names_of_scales(["w"])] == ["w", "norm", "w.scales"]
+    scales = table["w.scales"]
+    assert (scales.rows, scales.cols) == ({"heads": 2, "head": 3}, {"wide": 3})
+    assert (scales.layer, scales.group, scales.layouts[0].blocks[0].key) == (5, "", "w.scales")
+
+
+def test_zero_codes_have_a_scale_for_each_block() -> None:
+    made = zero_codes("w", torch.ones(3, 300, dtype=BF16), 2)
+    assert {name: [(x.shape, x.dtype) for x in each] for name, each in made.items()} == {
+        "w": [(torch.Size((3, 300)), torch.uint8)] * 2,
+        "w.scales": [(torch.Size((3, 2)), torch.float32)] * 2,
+    }
+
+
+def test_every_name_state_and_step_has_a_seed_of_its_own() -> None:
+    seeds = {seed_of(name, which, step) for name in "ab" for which in range(2) for step in range(5)}
+    assert len(seeds) == 20
+
+
+def test_an_empty_piece_has_no_state() -> None:
+    optimizer = LocalOptimizer(AdamW(state_dtype=BF16), TABLE)
+    pieces = {"w": torch.zeros(2, 4), "norm": torch.zeros(0)}
+    assert {name: [x.dtype for x in each] for name, each in optimizer.new_state(pieces).items()} == {"w": [BF16] * 2}
+    assert [*optimizer.new_state(pieces, empty=True)] == ["norm"]
+    optimizer.make_state(pieces)
+    assert optimizer.num_bytes == 2 * 8 * 2
+    assert [*optimizer.tensors] == ["w (0)", "w (1)"]
+    kept = optimizer.state["w"]
+    optimizer.make_state(pieces | {"norm": torch.zeros(3)})
+    assert optimizer.state["w"] is kept
+    assert {name: [*each] for name, each in optimizer.by_name(optimizer.state).items()} == {
+        "exp_avg": ["w", "norm"], "exp_avg_sq": ["w", "norm"],
+    }  # fmt: skip
+
+
+def test_a_call_gets_slices_of_one_dtype_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_PART", 10)
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 23, "e": 7}
+    pieces = {name: torch.zeros(size) for name, size in sizes.items()} | {"f": torch.zeros(2, dtype=BF16)}
+    assert [*local._parts(pieces)] == [
+        [("a", None), ("b", None)], [("c", None)], [("d", slice(0, 10))], [("d", slice(10, 20))],
+        [("d", slice(20, 23)), ("e", None)], [("f", None)],
+    ]  # fmt: skip
+    rows = {"q": torch.zeros(3, 4)}
+    assert [*local._parts(rows, ["q"])] == [[("q", slice(0, 8))], [("q", slice(8, 12))]]
+    assert [*local._parts({"q": torch.zeros(2, 12)}, ["q"])] == [[("q", slice(0, 12))], [("q", slice(12, 24))]]
+
+
+@pytest.mark.parametrize("max_norm", [2.0, 9.0])
+def test_rows_of_a_table_without_gradient_keep_their_bytes(monkeypatch: pytest.MonkeyPatch, max_norm: float) -> None:
+    monkeypatch.setattr(local, "_PART", 8)  # two rows at a time
+    options = Recorded(state_dtype=BF16, betas=(0.5, 0.5), weight_decay=0.5)
+    optimizer, table, grad = LocalOptimizer(options, TABLE), torch.ones(6, 4), torch.zeros(6, 4)
+    grad[[1, 4, 5], 2] = torch.tensor([4.0, -4.0, 2.0])
+    optimizer.step({"table": table}, {"table": grad}, 0.1, clip(4.0, max_norm))
+    assert (table[[0, 2, 3]] == 1).all()
+    means, squares = optimizer.state["table"]
+    factor = min(1.0, max_norm / 4)
+    assert torch.equal(means.float(), grad * factor / 2)
+    assert torch.equal(squares.float(), (grad * factor).square() / 2)
+    assert torch.allclose(table[1], torch.tensor([0.95, 0.95, 0.85, 0.95]))
+    assert torch.allclose(table[4], torch.tensor([0.95, 0.95, 1.05, 0.95]))
+
+
+class Recorded(AdamW):
+    """An AdamW whose fused update takes everything, and notes what it gets."""
+
+    def fuses(self, param: Tensor, grad: Tensor) -> bool:
+        return param.dtype == grad.dtype
+
+    def fused_update(self, slices: Any, clip: Clip, *, lr: float, step: int, decays: bool) -> None:
+        calls.append((slices.names, len(slices.state), lr, step, decays))
+
+
+calls: list[Any] = []
+
+
+def test_a_fused_step_gets_what_decays_apart() -> None:
+    calls.clear()
+    optimizer = LocalOptimizer(Recorded(), TABLE)
+    pieces = {"norm": torch.zeros(6), "w": torch.zeros(6, 4)}
+    for _ in range(2):
+        optimizer.step(pieces, pieces, 0.1, clip(1.0, 1.0))
+    kinds = ((["w"], True), (["norm"], False))
+    assert calls == [(names, 2, 0.1, step, decays) for step in (1, 2) for names, decays in kinds]
+
+
+def test_a_step_clips_itself_only_where_each_dense_piece_has_a_fused_update() -> None:
+    pieces = {"norm": torch.zeros(6), "w": torch.zeros(6, 4), "table": torch.zeros(6, 4)}
+    grads = {name: torch.zeros_like(each) for name, each in pieces.items()}
+    assert LocalOptimizer(Recorded(), TABLE).fuses(pieces, grads | {"table": grads["table"].to(BF16)})
+    assert not LocalOptimizer(Recorded(), TABLE).fuses(pieces, grads | {"w": grads["w"].to(BF16)})
+    assert not LocalOptimizer(Recorded(), TABLE).fuses(pieces, {"table": grads["table"]})
+    place: Any = SimpleNamespace()
+    assert not LocalOptimizer(Recorded(), TABLE, quantised={"w": place}).fuses(pieces, grads)
+    assert not LocalOptimizer(Recorded(), TABLE, matrices=place).fuses(pieces, grads)
+    strided = LocalOptimizer(Recorded(), TABLE)
+    strided.state["w"] = (torch.zeros(6, 4), torch.zeros(4, 6).T)
+    assert not strided.fuses(pieces, grads)
+
+
+def test_a_parameter_apart_is_clipped_by_its_own_norm() -> None:
+    of = clip(4.0, 2.0, table=1.0)
+    assert [of.norm_of(name).item() for name in ("w", "table")] == [4.0, 1.0]
+    assert [clip(norm, 2.0).factor.item() for norm in (1.0, 2.0, 8.0)] == [1.0, 1.0, 0.25]
