@@ -1,0 +1,148 @@
+"""The model of a config on its mesh: which optimizer, how many micro-batches, what is refused and what is estimated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
+from meshwright.errors import LayoutError
+from meshwright.optim import AdamW, Muon
+from meshwright.train import config_model
+from meshwright.train.config import Config, OptimSection
+from tests import tiny
+
+SHARED: dict[str, Any] = dict(betas=[0.7, 0.8], eps=1e-3, weight_decay=0.3, state_dtype="bfloat16")
+OF_MUON: dict[str, Any] = dict(momentum=0.6, by_head=True, exclude=["a", "b"], matrix_dtype="float32")
+BY_HAND: dict[str, Any] = {**SHARED, "betas": (0.7, 0.8), "state_dtype": torch.bfloat16}
+MUON_BY_HAND: dict[str, Any] = {**OF_MUON, "exclude": ("a", "b"), "matrix_dtype": torch.float32}
+
+
+def config(model: str = "m", **sections: Any) -> Config:
+    return Config.model_validate({"model": model, "out": "o", "data": [{"path": "x"}], **sections})
+
+
+def blueprint(name: str = "qwen3", train: str = "**") -> Blueprint:
+    return Blueprint.of(tiny.of(name), recipe=config(train={"train": train}).recipe)
+
+
+@pytest.mark.parametrize(
+    ("section", "optimizer"),
+    [
+        (dict(SHARED), AdamW(**BY_HAND)),
+        (dict(kind="muon", **SHARED, **OF_MUON), Muon(**BY_HAND, **MUON_BY_HAND)),
+        (dict(state_dtype="uint8"), AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, state_dtype=torch.uint8)),
+        ({}, AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, state_dtype=None)),
+    ],
+)
+def test_the_optimizer_has_all_options_of_the_file(section: dict[str, Any], optimizer: Any) -> None:
+    assert config_model.optimizer_of(OptimSection(**section)) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "num"),
+    [
+        (72, {}, 6), (72, dict(fsdp=2), 3), (72, dict(replicate=3), 2), (72, dict(replicate=3, fsdp=2), 1),
+        (72, dict(cp=2, tp=3, pp=5), 6), (60, dict(fsdp=2), None), (None, dict(fsdp=4), 8), (12, dict(fsdp=2), None),
+    ],
+)  # fmt: skip
+def test_micro_batches_are_those_of_a_data_rank(size: int | None, mesh: dict[str, int], num: int | None) -> None:
+    assert config_model._num_batches(config(mesh=mesh, train=dict(length=12, tokens_per_step=size))) == num
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "starts"),
+    [
+        ("qwen3", dict(fsdp=2), []),
+        ("qwen3", dict(fsdp=2, ep=2), ["ep=2 divides experts"]),
+        ("qwen3", dict(ep=3), ["ep=3 divides experts"]),  # not also that it does not divide fsdp
+        ("qwen3", dict(ep=2, tp=3), ["ep=2 divides experts", "tp=3 does not divide"]),
+        ("qwen3_moe", dict(fsdp=2, ep=2), []),
+        ("qwen3_moe", dict(ep=2), ["ep=2 does not divide"]),
+    ],
+)
+def test_the_mesh_is_refused_for_each_reason_once(name: str, mesh: dict[str, int], starts: list[str]) -> None:
+    refused = config_model.objections_to(blueprint(name), config(mesh=mesh))
+    assert [any(text.startswith(start) for text in refused) for start in starts] == [True] * len(starts)
+    assert len(refused) == len(starts)
+
+
+def test_the_schedule_is_checked_for_the_micro_batches_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(config_model, "objections", lambda *given: asked.append(given[1:]) or ["no"])
+    given = config(mesh=dict(fsdp=2, pp=3), train=dict(length=12, tokens_per_step=72))
+    assert config_model.objections_to(blueprint(), given) == ["no"]
+    assert asked == [(dict(replicate=1, fsdp=2, tp=1, ep=1, cp=1, pp=3), 3)]
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "uint8"])
+def test_blocks_of_8_bits_are_checked_for_trained_parameters(
+    dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(config_model, "check_blocks", lambda spec, axes, names, fix: asked.append((axes, names, fix)))
+    monkeypatch.setattr(AdamW, "quantised", lambda self, table, trained: [*trained])
+    given = config(mesh=dict(fsdp=3, tp=2), optim=dict(state_dtype=dtype))
+    config_model.check_state(blueprint(train="layers.0.mlp.*"), given)
+    if dtype != "uint8":
+        assert not asked
+        return
+    [(axes, names, fix)] = asked
+    assert axes == Axes(fsdp=3, tp=2)
+    assert names
+    assert all(name.startswith("layers.0.mlp.") for name in names)
+    assert fix == 'state_dtype = "bfloat16"'
+
+
+def stored(at: Path, **sections: Any) -> Config:
+    """Return the config of a run of a model whose files hold no weights."""
+    (at / "config.json").write_text(json.dumps(tiny.of("qwen3")))
+    return config(str(at), **sections)
+
+
+def test_a_layout_has_the_work_and_the_optimizer_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    work_of = config_model.work_of
+    monkeypatch.setattr(config_model, "work_of", lambda *given: asked.append(given) or work_of(*given))
+    for size, num in ((96, 2), (72, 1)):  # 72 tokens are no whole number of micro-batches
+        train = dict(length=24, tokens_per_step=size)
+        figures = config_model.layout_of(stored(tmp_path, mesh=dict(fsdp=2), train=train, optim=dict(eps=1e-3)))
+        assert asked.pop() == (Axes(fsdp=2), 24, num)
+        assert figures.axes == Axes(fsdp=2)
+        assert figures.optimizer == AdamW(betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+
+
+def test_a_layout_is_refused_for_the_state_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise LayoutError("a block is cut")
+
+    monkeypatch.setattr(config_model, "check_blocks", refuse)
+    config_model.layout_of(stored(tmp_path))
+    with pytest.raises(LayoutError, match="a block is cut"):
+        config_model.layout_of(stored(tmp_path, optim=dict(state_dtype="uint8")))
+    monkeypatch.setattr(AdamW, "check", refuse)
+    with pytest.raises(LayoutError, match="a block is cut"):
+        config_model.layout_of(stored(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("rank", "train", "estimates"),
+    [
+        (0, {}, True), (0, dict(train=["**"]), True), (1, {}, False), (0, dict(train="layers.*"), False),
+        (0, dict(dtype="float32"), False), (0, dict(dtype="float64"), False), (0, dict(compiled=True), False),
+    ],
+)  # fmt: skip
+def test_memory_is_estimated_by_rank_0_for_what_it_can_simulate(
+    rank: int, train: dict[str, Any], estimates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(config_model, "layout_of", asked.append)  # then fails, which is no error of the run
+    mesh: Any = SimpleNamespace(rank=rank, least_bytes=1, memory=None)
+    config_model.warn_of_memory(config(train=train), mesh)
+    assert bool(asked) == estimates
