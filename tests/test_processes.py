@@ -6,9 +6,13 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -166,3 +170,162 @@ def test_a_failure_that_was_overcome(tmp_path: Path) -> None:
     assert first.startswith("20")
     assert first.splitlines()[1:] == ["rank 1 of 2 failed: x"]
     assert second.splitlines()[1:] == ["rank 0 of 2 failed: y"]
+
+
+INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "recorded", "grace_s"),
+    [
+        ([], [], None, float("inf")),
+        ([0, 0], [], None, float("inf")),
+        ([], [HUP], None, 30),
+        ([143], [], None, 30),  # it has saved: so will the others
+        ([0, 138], [], None, 30),
+        ([130, 0], [INT], None, 30),
+        ([-15], [], None, 5.0),  # killed, not by this command
+        ([-15], [TERM], None, 30),
+        ([-9], [TERM], None, 5.0),
+        ([143, 1], [TERM], None, 5.0),
+        ([143, 1], [TERM], 1, 2.0),
+        ([0, 2], [], 2, 5.0),  # the record of a rank that still runs
+        ([2], [], 0, 2.0),
+        ([129], [], None, 5.0),
+    ],
+)
+@pytest.mark.parametrize("shutdown_timeout", [30, 1])
+def test_how_long_ranks_may_go_on(
+    tmp_path: Path, codes: list[int], signals: list[int], recorded: int | None, grace_s: float, shutdown_timeout: int
+) -> None:
+    ranks = processes._Ranks(tmp_path, {}, {rank: (code, 0.0) for rank, code in enumerate(codes)})
+    if recorded is not None:
+        (tmp_path / f"{recorded}.json").touch()
+    expected = grace_s if grace_s == float("inf") else min(grace_s, shutdown_timeout)
+    assert processes._grace_s(ranks, signals, shutdown_timeout) == expected
+
+
+def test_ranks_get_a_signal_that_they_handle() -> None:
+    passed_on = {number: processes._passed_on(number) for number in (0, INT, TERM, USR1, HUP, signal.SIGQUIT)}
+    assert passed_on == {0: 0, INT: INT, TERM: TERM, USR1: USR1, HUP: TERM, signal.SIGQUIT: TERM}
+
+
+def test_ranks_that_have_ended_get_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
+    made: Any = {
+        rank: SimpleNamespace(pid=100 + rank, poll=lambda code=code: code) for rank, code in enumerate([None, 3, None])
+    }
+    ranks = processes._Ranks(tmp_path, made)
+    assert ranks.poll()
+    assert ranks.codes[1][0] == 3
+    ranks.send(TERM)
+    assert (ranks.running, sent) == ([0, 2], [(100, TERM), (102, TERM)])
+    made[0].poll = made[2].poll = lambda: 0
+    assert not ranks.poll()
+    assert {rank: code for rank, (code, _) in ranks.codes.items()} == {0: 0, 1: 3, 2: 0}
+
+
+def test_a_rank_starts_as_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        processes, "start_process", lambda command, environment, log: started.append((command, environment))
+    )
+    monkeypatch.setattr(processes, "loopback_devices", lambda: {"DEVICE": "lo"})
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("RANK", "99")
+    folder = tmp_path / "attempt-3"
+    folder.mkdir()
+    processes._start(2, 5, 1234, ["train", "x.toml"], folder)
+    [(command, environment)] = started
+    assert command == [sys.executable, "-m", "meshwright", "train", "x.toml"]
+    expected = {
+        "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5", "MASTER_PORT": "1234",
+        "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "KEPT": "1", "DEVICE": "lo", failure.ERROR_FILE: str(folder / "2.json"), rank.LAUNCHER: str(os.getpid()),
+        rank.ATTEMPT: "attempt-3",
+    }  # fmt: skip
+    assert {name: environment[name] for name in expected} == expected
+    assert (folder / "2.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "store", "refused"),
+    [(None, "True", False), ("0", "True", False), ("3", "True", True), ("3", "False", False), ("3", None, False)],
+)
+def test_restarts_with_an_old_store_are_refused(
+    restarts: str | None, store: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", restarts), ("TORCHELASTIC_USE_AGENT_STORE", store)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if not refused:
+        rank._refuse_old_keys()
+        return
+    with pytest.raises(mw.ConfigError, match="--max-restarts=3 of torchrun"):
+        rank._refuse_old_keys()
+
+
+@pytest.mark.parametrize(
+    ("requests", "left"),
+    [
+        ([(TERM, 5.0)], None),
+        ([(TERM, 5.0), (TERM, 6.9)], None),  # a scheduler and our launcher both send it
+        ([(TERM, 5.0), (TERM, 7.1)], 143),
+        ([(TERM, 5.0), (TERM, 6.9), (TERM, 7.1)], 143),
+        ([(INT, 5.0), (TERM, 5.1)], 143),
+        ([(USR1, 5.0), (INT, 99.0)], 130),
+    ],
+)
+def test_a_second_request_ends_the_process(
+    requests: list[tuple[signal.Signals, float]], left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    request = rank.Stop()
+    for number, now in requests:
+        monkeypatch.setattr(rank.time, "monotonic", lambda now=now: now)
+        request.ask(number)
+    assert request.signal == requests[0][0]
+    assert ended == ([] if left is None else [left])
+
+
+def test_signals_are_handled_in_the_main_thread_alone() -> None:
+    numbers = (INT, TERM, USR1, HUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    with rank.handle_signals() as request:
+        inside = {number: signal.getsignal(number) == request.ask for number in numbers}
+        signal.raise_signal(USR1)
+    assert inside == {INT: True, TERM: True, USR1: True, HUP: False, signal.SIGQUIT: False}
+    assert request.signal == USR1
+    assert {number: signal.getsignal(number) for number in numbers} == before
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        for make in (rank.handle_signals, rank.record_signals):
+            with make():
+                seen.append({number: signal.getsignal(number) for number in numbers})
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before, before]
+    with rank.record_signals() as received:
+        signal.raise_signal(HUP)
+        signal.raise_signal(signal.SIGQUIT)
+    assert received == [HUP, signal.SIGQUIT]
+
+
+def test_a_rank_dies_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(rank.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *args: called.append(args)))
+    monkeypatch.setattr(os, "_exit", called.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    rank.leave_with(os.getppid())
+    assert called == [(1, signal.SIGKILL)]
+    rank.leave_with(os.getppid() + 1)  # it has died already
+    assert called[1:] == [(1, signal.SIGKILL), 1]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    rank.leave_with(os.getppid() + 1)
+    assert len(called) == 3
