@@ -418,3 +418,13 @@ def test_the_30b_fits_on_one_card(frozen: str, gigabytes: float) -> None:
     forms = {**blueprint.stored_dtypes(BF16, trained), **blueprint.codings(trained, Axes())}
     made = [in_memory(piece.shape, forms[name]) for name, piece in pieces(blueprint.spec, Axes(), 0).items()]
     assert sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in made) == parameters
+
+
+@pytest.mark.parametrize(
+    ("coding", "columns", "num_bytes"),
+    [(codings.FP8, 192, 192), (NF4, 192, 96 + 3 * 4), (NVFP4, 48, 24 + 3), (MXFP4, 96, 48 + 3)],
+)
+def test_a_row_has_its_codes_and_its_scales(coding: Coding, columns: int, num_bytes: int) -> None:
+    assert coding.row_bytes(columns) == num_bytes
+    assert in_memory([5, 7, columns], coding) == ((5, 7, num_bytes), torch.uint8)
+    assert in_memory([7, columns], torch.bfloat16) == ((7, columns), torch.bfloat16)

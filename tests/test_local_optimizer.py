@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.optim import AdamW, Clip, LocalOptimizer, local
+from meshwright.axes import Axes
+from meshwright.errors import LayoutError
+from meshwright.optim import AdamW, Clip, LocalOptimizer, int8_state, local
 from meshwright.optim.int8_state import is_quantised, names_of_scales, num_blocks, seed_of, with_scales, zero_codes
 from meshwright.sharding import Param, Table
 
@@ -170,3 +173,107 @@ def test_a_parameter_apart_is_clipped_by_its_own_norm() -> None:
     of = clip(4.0, 2.0, table=1.0)
     assert [of.norm_of(name).item() for name in ("w", "table")] == [4.0, 1.0]
     assert [clip(norm, 2.0).factor.item() for norm in (1.0, 2.0, 8.0)] == [1.0, 1.0, 0.25]
+
+
+MANY = Table(
+    {
+        each.name: each
+        for each in (
+            param("w", 4), param("norm", decay=False), param("more", 4), param("whole", 4), param("bias", decay=False),
+            param("sent", 4), param("plain", 4),
+        )
+    }
+)  # fmt: skip
+
+
+class Mixed(AdamW):
+    """An optimizer that updates some parameters as whole matrices, with no state or one tensor of it."""
+
+    def state_names_of(self, param: Param) -> tuple[str, ...]:
+        return {"whole": ("exp_avg",), "sent": (), "plain": ()}.get(param.name, self.state_names)
+
+    def updates_whole(self, param: Param) -> bool:
+        return param.name in ("whole", "sent")
+
+    def update(self, slices: Any, *, lr: float, step: int, decays: bool) -> None:
+        """Change nothing."""
+
+
+def test_parameters_of_a_call_agree_in_decay_state_and_whether_they_are_whole() -> None:
+    pieces = {name: torch.zeros(6, 4) for name in MANY.params} | {"bias": torch.zeros(6, dtype=BF16)}
+    optimizer = LocalOptimizer(Mixed(state_dtype=torch.float32), MANY)
+    optimizer.make_state(pieces)
+    divided = optimizer._divided(pieces)
+    assert [([name for name, _ in each.slices], each.decays, each.whole, each.live) for each in divided] == [
+        (["whole"], True, True, True), (["plain"], True, False, True), (["w", "more"], True, False, True),
+        (["norm"], False, False, True), (["bias"], False, False, False),
+    ]  # fmt: skip
+
+
+def test_a_step_divides_again_when_other_parameters_have_gradients() -> None:
+    optimizer, pieces = LocalOptimizer(AdamW(), MANY), {name: torch.ones(6, 4) for name in ("w", "more")}
+    for names in (["w"], ["w", "more"], ["more"]):
+        before = {name: each.clone() for name, each in pieces.items()}
+        optimizer.step(pieces, {name: torch.ones(6, 4) for name in names}, 0.1)
+        assert [name for name, each in pieces.items() if not torch.equal(each, before[name])] == names
+    assert optimizer.steps == 3
+
+
+def test_a_rank_without_rows_of_a_matrix_takes_part_in_its_update() -> None:
+    got: list[Any] = []
+    matrices: Any = SimpleNamespace(update=lambda *args: got.append(args))
+    optimizer = LocalOptimizer(Mixed(), MANY, matrices=matrices)
+    stored, grads = {"w": torch.zeros(6, 4), "whole": torch.zeros(6, 4), "sent": torch.zeros(0, 4)}, {}
+    optimizer.step(stored, {"w": torch.zeros(6, 4)}, 0.1)
+    assert not got
+    grads = {name: torch.full_like(each, 2) for name, each in stored.items()}
+    optimizer.step(stored, grads, 0.3)
+    ((own, of, state, lr),) = got
+    assert (own.keys(), of.keys(), lr, state is optimizer.state) == ({"whole"}, {"whole", "sent"}, 0.3, True)
+    assert own["whole"] is stored["whole"]
+    assert of["sent"] is grads["sent"]
+
+
+def test_a_device_is_asked_once_for_its_kernel() -> None:
+    asked: list[Any] = []
+
+    class Asked(AdamW):
+        def fuses(self, param: Tensor, grad: Tensor) -> bool:
+            asked.append((param.device.type, param.dtype, grad.dtype))
+            return param.device.type == "meta"
+
+    optimizer = LocalOptimizer(Asked(), TABLE)
+    answers = [optimizer.has_kernel(torch.device(device)) for device in ("cpu", "meta", "cpu", "meta")]
+    assert answers == [False, True, False, True]
+    assert asked == [(device, torch.float32, torch.float32) for device in ("cpu", "meta")]
+
+
+@pytest.mark.parametrize(
+    ("local_sizes", "misfit"),
+    [
+        (dict(wide=6, more=256), ""),  # whole
+        (dict(wide=3, more=256), ""),
+        (dict(wide=2, more=128), "256 of the 1536 columns of w"),  # cut along another dim than the first
+        (dict(wide=6, more=128), "768 of the 1536 columns of w"),
+    ],
+)
+def test_a_cut_falls_between_blocks_of_the_first_dim(
+    local_sizes: dict[str, int], misfit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Param({"rows": 6}, {"wide": 6, "more": 256}, (), name="w")
+    narrow = Param({"rows": 6}, {"cols": 300}, (), name="v")
+    sizes = {"w": local_sizes, "v": {"cols": 300}}
+    monkeypatch.setattr(int8_state, "local_sizes", lambda param, _, axes: {3: sizes}[axes.tp][param.name])
+    spec: Any = SimpleNamespace(table=Table({"v": narrow, "w": of}), rules=None)
+    assert int8_state._misfit(spec, 3, ["v", "w"]) == misfit
+    assert not int8_state._misfit(spec, 3, ["v"]), "columns that are not cut may end in a shorter block"
+    sizes["v"] = {"cols": 150}
+    assert int8_state._misfit(spec, 3, ["w", "v"]) == (misfit or "150 of the 300 columns of v")
+
+
+def test_a_mesh_that_cuts_a_block_is_refused_with_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_state, "tp_sizes", lambda _: [1, 2, 3, 4, 8])
+    monkeypatch.setattr(int8_state, "_misfit", lambda _spec, tp, names: "" if tp in (1, 3, 8) else f"{tp} of {names}")
+    int8_state.check_blocks(SimpleNamespace(), Axes(tp=8, fsdp=4), ["w"], "go")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=re.escape("tp=4 a rank has 4 of ['w']; choose tp from 1, 3, 8, or go")):
+        int8_state.check_blocks(SimpleNamespace(), Axes(tp=4, fsdp=8), ["w"], "go")  # type: ignore[arg-type]

@@ -179,3 +179,12 @@ def test_a_plan_assumes_the_longest_reach():
     choice = late_choice(6)
     assert choice.reach == (4, 12)
     assert choice._replace(chosen_Tb=choice.chosen_Tb.to("meta")).reach == (0, 12)
+
+
+def test_a_kernel_counts_the_first_block_of_a_stream_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "meshwright.ops.kernels.block_attention", SimpleNamespace(Seen=lambda *each: each))
+    docs = documents((9,), "cpu")
+    ids = torch.tensor([[0, module.NO_BLOCK], [module.NO_BLOCK] * 2, [1, 0], [0, 1]])
+    starts, counts, *_ = module._seen(Choice(ids, blocks_of(docs.positions_T, 3), docs.positions_T, docs.bounds, 4))
+    assert counts.tolist() == [1, 0, 2, 2]
+    assert [row[:num] for row, num in zip(starts.tolist(), counts.tolist(), strict=True)] == [[0], [], [3, 0], [0, 3]]

@@ -210,3 +210,23 @@ def test_on_an_accelerator():
     expected = [fp8_matmul.emulated(x, weight), fp8_matmul.emulated(torch.ones(67, 256), weight.mT)]
     for result, wanted in zip((y, args[0].grad), expected, strict=True):
         assert (result.cpu().double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()
+
+
+@pytest.mark.parametrize(("first", "num"), [(0, 128), (100, 28), (100, 29), (127, 2), (130, 250), (256, 3), (37, 0)])
+def test_rows_from_anywhere_touch_the_blocks_of_their_matrix(first, num):
+    """Row r has -r in its first block of columns, and 1000 + r in the second."""
+    numbers = torch.arange(first, first + num, dtype=torch.float32)
+    rows = torch.cat([-numbers[:, None].expand(num, 128), 1000 + numbers[:, None].expand(num, 128)], 1)
+    grid = [(row, row // 128) for row in range(first, first + num)]
+    blocks = range(first // 128, -(-(first + num) // 128))
+    last = [max([row for row, block in grid if block == each], default=0) for each in blocks]
+    amax = fp8_matmul.block_amax(rows, first)
+    expected = [[row, 1000 + row if any(block == each for _, block in grid) else 0]
+                for each, row in zip(blocks, last, strict=True)]  # fmt: skip
+    assert amax.tolist() == expected
+    scales = torch.tensor([[1.0, 4.0], [2.0, 8.0], [4.0, 16.0]])
+    codes = fp8_matmul.codes_of(rows, first, scales)
+    assert (codes.shape, codes.dtype) == (rows.shape, torch.uint8)
+    for code, row, (_, block) in zip(codes, rows, grid, strict=True):
+        divided = torch.cat([row[:128] / scales[block, 0], row[128:] / scales[block, 1]])
+        assert torch.equal(code, divided.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))

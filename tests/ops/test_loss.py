@@ -284,3 +284,45 @@ def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
 def test_smoke(dtype, tolerance):
     assert token_stats(rand(11, 8, dtype=dtype), rand(7, 8, dtype=dtype), LABELS).dtype == torch.float32
     smoke(lambda x, w: token_stats(x, w, LABELS, 4).to(dtype), [rand(11, 8), rand(7, 8, seed=1)], dtype, tolerance)
+
+
+def test_gradients_of_stats_are_divided_by_the_temperature_of_their_logits():
+    d = torch.tensor([[6.0, 12.0, 18.0, 24.0, 30.0]])
+    assert loss._over_temperatures(d, 1.0, 1.0) is d
+    assert loss._over_temperatures(d, 2.0, 1.0).tolist() == [[3, 6, 9, 24, 30]]
+    assert loss._over_temperatures(d, 1.0, 3.0).tolist() == [[6, 12, 18, 8, 10]]
+    assert loss._over_temperatures(d, 2.0, 2.0).tolist() == [[3, 6, 9, 12, 15]]
+
+
+def test_a_label_is_likeliest_if_no_slice_has_a_larger_logit():
+    """Logits of two slices: the label's is the largest, is tied, is beaten in its own and in the other slice."""
+    targets = [[3.0, 3.0, 2.0, 2.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 4.0, 0.0]]
+    largest = [[3.0, 3.0, 3.0, 2.0, 1.0, -1.0], [1.0, 3.0, 1.0, 5.0, 4.0, -2.0]]
+    stats = torch.stack([torch.full((2, 6), 9.0), torch.tensor(targets), torch.tensor(largest)], -1).requires_grad_()
+    result = loss.is_likeliest(stats)
+    assert result.tolist() == [True, True, False, False, True, True]
+
+
+def test_rows_that_are_cast_at_a_time_depend_on_the_device(monkeypatch):
+    monkeypatch.setattr(loss, "_CAST_ROWS_ON_CPU", 3)
+    monkeypatch.setattr(loss, "_CAST_ROWS", 5)
+    x, weight = torch.empty(2, 4, dtype=torch.bfloat16, device="meta"), torch.empty(7, 4, device="meta")
+    assert loss._vocab_slices(weight, x) == [slice(0, 3), slice(3, 6), slice(6, 9)]
+    with meta_kernels.planned_for("cuda"):
+        assert loss._vocab_slices(weight, x) == [slice(0, 5), slice(5, 10)]
+        assert loss._vocab_slices(weight.to(x.dtype), x) == [slice(0, 7)]
+        assert loss._vocab_slices(weight, x.float()) == [slice(0, 7)]
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_narrow_product_is_written_to_a_wide_gradient_or_added(add, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "addmm", lambda *args, **kwargs: calls.append((*args, kwargs)))
+    dw, d, x = torch.ones(3, 2), torch.ones(5, 3, dtype=torch.bfloat16), torch.ones(5, 2, dtype=torch.bfloat16)
+    loss._add_product(dw, d, x, add)
+    ((base, left, right, options),) = calls
+    assert (base is dw, left.shape, right is x) == (True, (3, 5), True)
+    assert options["out"] is dw
+    assert (options["out_dtype"], options["beta"]) == (torch.float32, int(add))
+    loss._add_product(dw.to("meta"), d.to("meta"), x.to("meta"), add)
+    assert len(calls) == 1
