@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ def backend() -> Any:
         import meshwright.integrations.areal as module
 
     return module
+
+
+def part(name: str) -> Any:
+    """A module of the backend, which is imported with stand-ins for the names of AReaL."""
+    backend()
+    return sys.modules[f"meshwright.integrations.areal_{name}"]
+
+
+def bare(**fields: Any) -> Any:
+    """An engine that was not set up."""
+    engine = object.__new__(backend().MeshwrightEngine)
+    vars(engine).update(fields)
+    return engine
+
+
+def fake_mesh(rank: int = 0, **fields: Any) -> Any:
+    """A mesh on which all ranks do the same."""
+    return SimpleNamespace(rank=rank, device=torch.device("cpu"), together=lambda act, *_: act(), **fields)
 
 
 def rows_of(numbers: range) -> dict[str, Tensor]:
