@@ -105,8 +105,8 @@ def rows(*sizes: int, width: int = 5) -> dict[str, Any]:
 
 def test_values_that_are_no_tensors_over_rows_go_whole_to_all_micro_batches() -> None:
     data = {
-        **rows(2, 5, 3), "scale": torch.tensor([7.0, 8.0]), "names": ["x", "y", "z"], "kind": "k",
-        "multi_modal_input": [{}, {"n": 1}, {"n": 2}], "flat": torch.arange(15).view(3, 5, 1),
+        **rows(2, 5, 3), "scale": torch.tensor([7.0, 8.0, 9.0]), "long": torch.zeros(4, 5), "kind": "k",
+        "names": ["x", "y", "z"], "multi_modal_input": [{}, {"n": 1}, {"n": 2}], "flat": torch.arange(15).view(3, 5, 1),
     }  # fmt: skip
     cut = part("batches")._cut(data, "spec", [[2, 0], [1]])
     first, second = cut.mbs
@@ -114,7 +114,8 @@ def test_values_that_are_no_tensors_over_rows_go_whole_to_all_micro_batches() ->
     assert second["input_ids"].tolist() == [20, 21, 22, 23, 24]
     assert (first["cu_seqlens"].tolist(), second["cu_seqlens"].tolist()) == ([0, 3, 5], [0, 5])
     for mb in cut.mbs:
-        assert (mb["scale"].tolist(), mb["names"], mb["kind"]) == ([7.0, 8.0], ["x", "y", "z"], "k")
+        assert (mb["scale"].tolist(), mb["names"], mb["kind"]) == ([7.0, 8.0, 9.0], ["x", "y", "z"], "k")
+        assert mb["long"] is data["long"]
     assert first["multi_modal_input"] == [{"n": 2}, {}]
     assert second["multi_modal_input"] == [{"n": 1}]
     assert (first["flat"].shape, first["flat"][0, 0].item()) == ((2, 5, 1), 10)
@@ -143,7 +144,9 @@ def test_unusable_rows_of_areal_are_refused(case: str) -> None:
 def test_usable_rows_of_areal_get_positions_and_stay_as_they_are() -> None:
     given = {**rows(3, 1, width=3), "multi_modal_input": [{}, {}]}
     kept = dict(given)
-    data, meta = part("batches")._checked(given, fake_areal.MicroBatchSpec(granularity=2))
+    amend = lambda data: data.update(fake_areal.amend_position_ids(data)) or data  # noqa: E731 - in place
+    with patch.object(part("batches"), "amend_position_ids", amend):
+        data, meta = part("batches")._checked(given, fake_areal.MicroBatchSpec(granularity=2))
     assert meta is None
     assert data["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
     assert given.keys() == kept.keys()
@@ -151,17 +154,23 @@ def test_usable_rows_of_areal_get_positions_and_stay_as_they_are() -> None:
     assert (len(data["input_ids"]), [tuple(each) for each in meta]) == (3, [(1, 2), (2, 3)])
 
 
-@pytest.mark.parametrize(("others", "calls"), [([], [1]), ([2], [1, 2]), ([3, 2], [1, 3])])
-def test_a_rank_makes_as_many_micro_batches_as_the_one_that_needs_most(others: list[int], calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("own", "others", "calls"),
+    [(1, [], [1]), (1, [2], [1, 2]), (1, [3, 2], [1, 3]), (3, [1, 2], [1, 3]), (2, [2], [1])],
+)
+def test_all_ranks_make_as_many_micro_batches_as_the_one_that_needs_most(
+    own: int, others: list[int], calls: list[int]
+) -> None:
+    """The rank that needs most cuts again with the others, since they agree together."""
     module, asked = part("batches"), list[int]()
 
     def groups(sizes: Sequence[int], spec: Any, num: int) -> list[list[int]]:
         asked.append(num)
-        return [[0]] * num
+        return [[0]] * max(num, own)
 
-    counts = lambda failure, at, numbers: torch.tensor([[max(num, *numbers)] for num in others] + [[*numbers]])  # noqa: E731
+    counts = lambda *_, numbers: torch.tensor([[max(num, asked[-1])] for num in others] + [[*numbers]])  # noqa: E731
     with patch.object(module, "_groups", groups):
-        assert len(module._agreed(fake_mesh(all_or_none=counts), [1, 2, 3], "spec", 1)) == calls[-1]
+        assert len(module._agreed(fake_mesh(all_or_none=counts), [1, 2, 3], "spec", 1)) == max(own, *others, 0)
     assert asked == calls
 
 
