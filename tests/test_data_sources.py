@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -251,7 +252,7 @@ def test_all_ranks_have_the_same_number_of_batches() -> None:
 
 
 def test_a_prompt_is_formatted_as_its_source(model: Path) -> None:
-    known = tokenizer()
+    known = copy.deepcopy(tokenizer())  # other tests share it
     plain = data_sources.prompter(DataSection(path="x", kind="text"), model, known)("Hi")
     assert known.decode(plain) == "Hi"
     known.chat_template = GOOD["hybrid"]

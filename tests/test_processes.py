@@ -291,7 +291,16 @@ def test_a_second_request_ends_the_process(
     assert ended == ([] if left is None else [left])
 
 
-def test_signals_are_handled_in_the_main_thread_alone() -> None:
+@pytest.fixture
+def signals_not_ignored() -> Iterator[None]:
+    """Give signals a handler: those that `nohup` or a background job ignores stay ignored."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (HUP, signal.SIGQUIT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_are_handled_in_the_main_thread_alone(signals_not_ignored: None) -> None:
     numbers = (INT, TERM, USR1, HUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     with rank.handle_signals() as request:
