@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +257,127 @@ def test_a_damaged_plan_is_made_anew(
     [warning] = caplog.messages
     assert str(file) in warning
     assert "damaged" in warning
+
+
+@pytest.mark.parametrize("change", [
+    dict(content="other"), dict(weight=2.0), dict(cut=True), dict(lengths=np.array([5, 3, 8])),
+    dict(lengths=np.array([3, 5, 9])),
+], ids=str)  # fmt: skip
+def test_whatever_changes_the_streams_changes_the_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    one, two = DataSource("one", np.array([4, 4])), DataSource("two", np.array([3, 5, 8]))
+    key = lambda *sources, **options: Plan(sources, length=9, epochs=1, **options).fingerprint  # noqa: E731 - short
+    same = key(one, two)
+    others = [key(one, replace(two, **change)), key(two, one), key(one), key(one, two, seed=1)]
+    for name in ("WINDOW", "_VERSION"):
+        with monkeypatch.context() as patched:
+            patched.setattr(planning, name, 999)
+            others.append(key(one, two))
+    assert len({same, *others}) == 7
+    assert key(replace(one, name="other"), two) == same
+
+
+def test_another_format_of_cached_plans_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (2, 3):
+        monkeypatch.setattr(planning, "_CACHE_FORMAT", number)
+        three(cache=tmp_path)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_share_of_the_first_source_alone_is_missing() -> None:
+    with pytest.raises(mw.DataError, match="a has no share"):
+        Plan([DataSource("a", EIGHT), DataSource("b", EIGHT, share=0.5)], length=T, epochs=1)
+
+
+def test_passes_of_a_number_of_streams() -> None:
+    """Of 10 streams of 8 tokens; an epoch has 2 x (4 + 6) + 0.5 x 10 tokens, without the document of one token."""
+    sources = [DataSource("a", np.array([4, 1, 6]), weight=2), DataSource("b", np.array([5, 5]), weight=0.5)]
+    assert Plan(sources, length=8, streams=10).num_epochs == 80 / 25
+    assert Plan(sources, length=8, epochs=0.75).num_epochs == 0.75
+
+
+def test_weights_of_shares_end_an_epoch_with_the_first_source_that_is_used_up() -> None:
+    sources = [DataSource("a", np.array([4, 6]), share=0.25), DataSource("b", np.array([5, 5, 5, 5]), share=0.75)]
+    assert Plan(sources, length=8, epochs=1).weights == pytest.approx((2 / 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "passes"),
+    [
+        (1, dict(epochs=2), True), (1, dict(epochs=2.1), False), (0.1, dict(epochs=9), True),
+        (0.1, dict(epochs=11), False), (2, dict(epochs=1), True), (2.1, dict(epochs=0.5), False),
+        (1, dict(streams=5), True), (1, dict(streams=6), False),
+    ],
+)  # fmt: skip
+def test_the_most_documents_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, weight: float, options: dict[str, Any], passes: bool
+) -> None:
+    """Of five documents of 5 tokens that can be trained on, in streams of 10, a run may see at most ten."""
+    monkeypatch.setattr(planning, "MOST_DOCUMENTS", 10)
+    source = DataSource("a", np.array([5] * 5 + [1] * 7), weight=weight)
+    if passes:
+        assert Plan([source], length=10, **options).num_streams > 0
+        return
+    with pytest.raises(mw.DataError, match="at most 10"):
+        Plan([source], length=10, **options)
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.05, True), (1 / 32, True), (0.03, False)])
+def test_a_share_is_one_token_of_the_run_or_more(share: float, passes: bool) -> None:
+    sources = [DataSource("a", EIGHT, share=1 - share), DataSource("b", EIGHT, share=share)]
+    if passes:
+        assert Plan(sources, length=8, streams=4).num_streams == 4
+        return
+    with pytest.raises(mw.DataError, match="of 32 tokens is not one token of b"):
+        Plan(sources, length=8, streams=4)
+
+
+@pytest.mark.parametrize(
+    ("size", "cuts"),
+    [(2, [0, 2]), (7, [0, 7]), (8, [0, 6, 8]), (9, [0, 7, 9]), (15, [0, 7, 13, 15]), (14, [0, 7, 14])],
+)
+def test_a_last_piece_has_two_tokens_or_more(size: int, cuts: list[int]) -> None:
+    plan = Plan([DataSource("a", np.array([size]), cut=True)], length=7, epochs=1)
+    pieces = sorted(whole(plan), key=lambda piece: piece.start)
+    assert [(piece.start, piece.stop) for piece in pieces] == [*pairwise(cuts)]
+
+
+@pytest.mark.parametrize(
+    ("num", "share", "windows"),
+    [
+        (12, 1, [(0, 5), (5, 12)]), (12, 0.5, [(0, 6)]), (13, 1, [(0, 5), (5, 10), (10, 13)]), (2, 0.1, [(0, 1)]),
+        (10, 1, [(0, 5), (5, 10)]), (7, 0.5, [(0, 4)]), (11, 1, [(0, 5), (5, 11)]), (4, 0.9, [(0, 4)]),
+    ],
+)  # fmt: skip
+def test_a_window_takes_documents_until_it_is_full(
+    monkeypatch: pytest.MonkeyPatch, num: int, share: float, windows: list[tuple[int, int]]
+) -> None:
+    """A window of 2 streams has five documents of 4 tokens; a last one under half of that joins the one before."""
+    monkeypatch.setattr(planning, "WINDOW", 2)
+    plan = Plan([DataSource("a", np.array([4] * num))], length=10, epochs=share)
+    assert [(window.start, window.stop) for window in plan._windows] == windows
+
+
+def test_progress_in_epochs_of_unequal_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs of 1.5 x 5 documents have 8 and 7 of them (one a stream), in windows of 4 streams."""
+    monkeypatch.setattr(planning, "WINDOW", 4)
+    plan = Plan([DataSource("a", np.array([4] * 5), weight=1.5)], length=4, epochs=2)
+    assert plan.num_streams == 15
+    wanted = [n / 8 for n in range(8)] + [1 + n / 7 for n in range(8)]
+    assert [plan.epochs_before(number) for number in range(16)] == pytest.approx(wanted)
+
+
+def test_streams_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source, each pass over it, each epoch and each window has an order of its own, which never changes."""
+    monkeypatch.setattr(planning, "WINDOW", 2)
+    sources = [DataSource("a", np.array([4] * 3), weight=2), DataSource("b", np.array([4] * 5))]
+    plan = Plan(sources, length=8, epochs=2, seed=3)
+    streams = ["".join(f"{'ab'[p.source]}{p.document}" for p in plan.stream(n)) for n in range(plan.num_streams)]
+    first = ["b2a2", "b1b3", "a1a0", "b0a0", "a2", "b4a1"]
+    assert streams == [*first, "a2b2", "b1a2", "a1b4", "b0a0", "a0a1", "b3"]
+
+
+def test_best_fit_takes_equal_documents_in_their_order() -> None:
+    assert best_fit([3, 7, 3, 4, 6, 3], 10) == [[1, 0], [4, 3], [2, 5]]
+    assert best_fit([5, 5, 5], 10) == [[0, 1], [2]]
