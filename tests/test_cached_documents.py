@@ -40,7 +40,9 @@ def cached(at: Path, *files: list[Any], **options: Any) -> Documents:
     """Prepare files of rows, given as texts or as JSON objects."""
     paths = tuple(at / f"{number}.{'jsonl' if '{' in rows[0] else 'txt'}" for number, rows in enumerate(files))
     for path, rows in zip(paths, files, strict=True):
-        path.write_text("".join(f"{row}\n" for row in rows))
+        text = "".join(f"{row}\n" for row in rows)
+        if not path.exists() or path.read_text() != text:  # a file that is written again has another cache
+            path.write_text(text)
     made = dict(name="d", files=paths, make=words, settings_key="s", split="line", on_bad="skip")
     return prepare(TokenizeSpec(**{**made, **options}), at / "cache")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +13,15 @@ import pytest
 
 import meshwright as mw
 from meshwright.data import row_files
-from meshwright.data.hf_datasets import Part, groups_of, is_saved, num_rows_of, numbered_rows, saved_files
+from meshwright.data.hf_datasets import (
+    Part,
+    fetched_files,
+    groups_of,
+    is_saved,
+    num_rows_of,
+    numbered_rows,
+    saved_files,
+)
 from meshwright.data.json_values import kind_of, without_nulls
 from meshwright.data.row_files import Shard, files_of, places_of, rows_of, shards_of, stamp
 from meshwright.data.texts import Ready, TextOnly, Texts
@@ -191,3 +201,31 @@ def test_names_of_ready_tokens() -> None:
     [made] = ready.documents(row)
     assert (made.ids.tolist(), made.spans) == ([9, 0, 5], ((0, 1), (2, 3)))
     assert ready.unused(row) == {"ids", "trained"}
+
+
+@pytest.mark.parametrize("num_rows", [4, 5, 6])
+def test_a_subset_and_a_revision_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """The splits are those of that subset and revision, and the files hold just the rows of the split."""
+    files, asked = [arrow(tmp_path / str(size), [1, size - 1]) for size in (2, 3)], list[Any]()
+
+    class Rows:
+        cache_files = [dict(filename=str(file)) for file in files]  # noqa: RUF012 - as in datasets
+
+        def __len__(self) -> int:
+            return num_rows
+
+    package = SimpleNamespace(
+        get_dataset_split_names=lambda *names, **options: asked.append((names, options)) or ["train"],
+        load_dataset=lambda *names, **options: asked.append((names, options)) or Rows(),
+        exceptions=SimpleNamespace(DatasetsError=OSError),
+    )
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    if num_rows == 5:
+        assert fetched_files("org/set", Part("sub", "", "v1")) == files
+    else:
+        with pytest.raises(mw.DataError, match=f"hold 5 rows, and its split has {num_rows}"):
+            fetched_files("org/set", Part("sub", "train", "v1"))
+    names, revision = ("org/set", "sub"), {"revision": "v1"}
+    assert asked == [(names, revision), (names, {"split": "train", **revision})]
+    with pytest.raises(mw.DataError, match="hf_split = 'test' is none of the splits"):
+        fetched_files("org/set", Part("sub", "test", "v1"))
