@@ -69,6 +69,7 @@ def test_a_mean_over_answers(source: Path) -> None:
 MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1, 1]])
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels and a mask": (BOTH, "labels and trained.*one of them"),
+    "a mask that is moved": (dict(trained=mw.over_tokens(MASK)), "trained is a mask over tokens already"),
     "a mask of another length": (dict(trained=[[1, 1]]), "trained: document 0.*2 values for 4 tokens"),
     "a mask too many": (dict(trained=[[1] * 4] * 2), "trained: 2 lists for 1 document;.*one for each"),
     "fields too few": (dict(fields={"gain": []}), r"fields\['gain'\]: 0 lists for 1 document;"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
-from .field_values import refuse_grad, to_terms
+from .field_values import OverTokens, refuse_grad, to_terms
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
 
@@ -34,6 +34,8 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
             raise DataError(
                 f"{name}={values!r:.80} must be a list for each document; for a length, length={values!r:.80}"
             )
+    if isinstance(by_document.get("trained"), OverTokens):  # would be moved twice
+        raise DataError("trained is a mask over tokens already; give it without over_tokens")
     if not isinstance(fields, Mapping | None):
         raise DataError("fields must be a dict by name, of a list for each document")
     items = documents if isinstance(documents, list | tuple) else ()
