@@ -78,9 +78,9 @@ def test_masters_are_kept_of_what_files_round(stored: dict[str, torch.dtype], ma
         table = Table({**TABLE.params, "head": replace(TABLE["head"], layouts=(both,))})
     else:
         table = TABLE
-    found = dtypes_of(planes_of(table, FILES, stored, {}))
-    assert found.pop("weights") == {name: key.dtype for name, key in FILES.keys.items()}
-    assert found == ({} if master is None else {"master": master})
+    actual = dtypes_of(planes_of(table, FILES, stored, {}))
+    assert actual.pop("weights") == {name: key.dtype for name, key in FILES.keys.items()}
+    assert actual == ({} if master is None else {"master": master})
 
 
 def test_every_state_set_has_its_own_dtypes() -> None:
@@ -256,9 +256,9 @@ def test_checkpoints_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
         exp_avg={"w": long[:2]},
     )  # fmt: skip
     with shrunk_part_sizes():
-        found = {(each.plane, each.key): (each.why, each.largest, each.num) for each in inspect.differences(one, two)}
+        actual = {(each.plane, each.key): (each.why, each.largest, each.num) for each in inspect.differences(one, two)}
         assert list(inspect.differences(one, one)) == []
-    assert found == {
+    assert actual == {
         ("weights", "ids"): ("values", 1.0, 2),
         ("weights", "n"): ("F32 and BF16", 0.0, 0),
         ("weights", "s"): ("shape (6,) and (2, 3)", None, 0),
@@ -450,7 +450,7 @@ def test_a_save_has_succeeded_when_it_has_ended(running: bool, failure: Exceptio
 
 
 class Listing:
-    """A file system with a stale listing until it is told to forget it."""
+    """A file system with a stale listing until it is asked to forget it."""
 
     stale = True
 

@@ -140,8 +140,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_exactly_the_contradicting_fields_are_refused(case: str) -> None:
     sections, places = CASES[case]
-    found = [named(place) for place, _ in contradictions(config(**sections))]
-    assert found == places
+    actual = [named(place) for place, _ in contradictions(config(**sections))]
+    assert actual == places
 
 
 def test_the_number_of_steps_rounds_tokens_up() -> None:

@@ -291,7 +291,7 @@ def test_a_share_of_the_first_source_alone_is_missing() -> None:
 
 
 def test_passes_of_a_number_of_streams() -> None:
-    """Of 10 streams of 8 tokens; an epoch has 2 x (4 + 6) + 0.5 x 10 tokens, without the document of one token."""
+    """An epoch has 2 x (4 + 6) + 0.5 x 10 tokens, without the document of one token; 10 streams of 8 take 80."""
     sources = [DataSource("a", np.array([4, 1, 6]), weight=2), DataSource("b", np.array([5, 5]), weight=0.5)]
     assert Plan(sources, length=8, streams=10).num_epochs == 80 / 25
     assert Plan(sources, length=8, epochs=0.75).num_epochs == 0.75
@@ -313,7 +313,7 @@ def test_weights_of_shares_end_an_epoch_with_the_first_source_that_is_used_up() 
 def test_the_most_documents_of_a_run(
     monkeypatch: pytest.MonkeyPatch, weight: float, options: dict[str, Any], passes: bool
 ) -> None:
-    """Of five documents of 5 tokens that can be trained on, in streams of 10, a run may see at most ten."""
+    """A run may see at most ten of five documents of 5 trainable tokens, in streams of 10."""
     monkeypatch.setattr(planning, "MOST_DOCUMENTS", 10)
     source = DataSource("a", np.array([5] * 5 + [1] * 7), weight=weight)
     if passes:

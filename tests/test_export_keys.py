@@ -100,8 +100,8 @@ def test_new_parameters_go_behind_the_last_key_of_the_source(last: str, head: st
     metadata = {"b": {"format": "np"}}
     source = source_of(*given, scales=scales, metadata=metadata)
     made = keymap.of_source(table, source, {}, ["lora", "head"], torch.float16)
-    found = [(each.name, each.dtype, each.file) for each in made.keys.values()]
-    assert found == [
+    actual = [(each.name, each.dtype, each.file) for each in made.keys.values()]
+    assert actual == [
         ("w", "F16", "b"), ("mtp.w", "F16", "b"), ("norm", "F32", "a"), ("mtp.x", last, "a"), ("head", head, "a"),
         ("lora", "F32", ADAPTERS),
     ]  # fmt: skip
@@ -352,9 +352,9 @@ def test_each_matrix_is_divided_by_its_own_largest_value(tmp_path: Path, monkeyp
     source = saved(tmp_path, {"w": values})
     entry, coding = source.entries["w"], FOUR_BITS["nvfp4"]
     with reader.Reader(source) as opened:
-        found = [opened._divisor_of(entry, number, coding) for number in (1, 2, 0)]
+        actual = [opened._divisor_of(entry, number, coding) for number in (1, 2, 0)]
         assert opened._divisor_of(entry, 1, FOUR_BITS["mxfp4"]).item() == 1.0
-    assert found == [divisor_for_amax(torch.tensor(largest)) for largest in (7.0, 50.0, 100.0)]
+    assert actual == [divisor_for_amax(torch.tensor(largest)) for largest in (7.0, 50.0, 100.0)]
     assert {at: each.item() for at, each in source.divisors.items()} == {
-        ("w", number): each.item() for number, each in zip((1, 2, 0), found, strict=True)
+        ("w", number): each.item() for number, each in zip((1, 2, 0), actual, strict=True)
     }

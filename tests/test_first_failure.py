@@ -43,12 +43,12 @@ def test_the_first_failure_is_the_likeliest_cause(case: str, tmp_path: Path) -> 
     records, codes, sent, expected = CASES[case]
     for rank, (when, details) in records.items():
         write_record(tmp_path, rank, when, **details)
-    found = failure.first(codes, tmp_path, 3, sent)
-    assert (found and found.rank) == expected
-    if found:
-        assert (found.world, found.log, found.final) == (
+    actual = failure.first(codes, tmp_path, 3, sent)
+    assert (actual and actual.rank) == expected
+    if actual:
+        assert (actual.world, actual.log, actual.final) == (
             3,
-            tmp_path / f"{found.rank}.log",
+            tmp_path / f"{actual.rank}.log",
             expected == 1 and 1 in records,
         )
 
@@ -75,8 +75,8 @@ def test_a_rank_records_what_a_restart_would_do(
     assert written["message"]["message"] == message == ("ValueError: x" if stack else "x")
     assert ("py_callstack" in written["message"]["extraInfo"]) == stack
     assert [each.name for each in tmp_path.iterdir()] == ["1.json"]
-    found = failure.first({1: (2, 1.0)}, tmp_path, 3)
-    assert found == failure.Failure(1, 3, f"failed: {message}", tmp_path / "1.log", final)
+    actual = failure.first({1: (2, 1.0)}, tmp_path, 3)
+    assert actual == failure.Failure(1, 3, f"failed: {message}", tmp_path / "1.log", final)
 
 
 def test_a_rank_records_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_a_rank_records_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     failure.record_signal(signal.SIGUSR1, 2)
     details = json.loads((tmp_path / "2.json").read_text())["meshwright"]
     assert {**details, "time": 0} == dict(time=0, rank=2, blames=False, final=False, signal=signal.SIGUSR1)
-    found = failure.first({2: (138, 1.0)}, tmp_path, 3)
-    assert found is not None
-    assert found.how.startswith("got SIGUSR1; the step was finished and the run saved. This command did not send")
+    actual = failure.first({2: (138, 1.0)}, tmp_path, 3)
+    assert actual is not None
+    assert actual.how.startswith("got SIGUSR1; the step was finished and the run saved. This command did not send")
     assert failure.first({2: (138, 1.0)}, tmp_path, 3, signal.SIGUSR1) is None
 
 
@@ -120,12 +120,12 @@ def test_the_end_of_a_rank_without_a_record(
 ) -> None:
     if num_lines is not None:
         (tmp_path / "1.log").write_text("".join(f"line {n}\n" for n in range(num_lines)))
-    found = failure.first({1: (code, 1.0)}, tmp_path, 3)
-    assert found is not None
-    assert found.how.splitlines() == [first_line, *last]
-    assert found.short == f"rank 1 of 3 {first_line}"
-    assert str(found) == f"rank 1 of 3 {found.how}{chr(10) if last else '; '}its log is {tmp_path / '1.log'}"
-    assert not found.final
+    actual = failure.first({1: (code, 1.0)}, tmp_path, 3)
+    assert actual is not None
+    assert actual.how.splitlines() == [first_line, *last]
+    assert actual.short == f"rank 1 of 3 {first_line}"
+    assert str(actual) == f"rank 1 of 3 {actual.how}{chr(10) if last else '; '}its log is {tmp_path / '1.log'}"
+    assert not actual.final
 
 
 @pytest.mark.parametrize(

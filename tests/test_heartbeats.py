@@ -94,7 +94,7 @@ def inside_a_call(position: Any, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "watched", "raised", "now", "told"),
+    ("error", "watched", "raised", "now", "num_tells"),
     [
         (ValueError("y" * 300), True, ValueError, (RAISED, "ValueError: " + "y" * 200, 1.0), 1),
         (ValueError("no"), False, ValueError, (WAITS, "the norm", 0.5), 0),
@@ -105,14 +105,14 @@ def inside_a_call(position: Any, error: BaseException) -> None:
     ],
 )
 def test_only_a_collective_that_fails_names_lost_ranks(
-    position: Any, error: BaseException, watched: bool, raised: Any, now: Any, told: int
+    position: Any, error: BaseException, watched: bool, raised: Any, now: Any, num_tells: int
 ) -> None:
     tells: list[int] = []
     watch = SimpleNamespace(tell=lambda: tells.append(1), diagnosis=lambda: "rank 3: died")
     position.watch, position.now = watch if watched else None, (WAITS, "the norm", 0.5)
     with pytest.raises(raised) as caught:
         inside_a_call(position, error)
-    assert (position.inside, position.now, len(tells)) == (False, now, told)
+    assert (position.inside, position.now, len(tells)) == (False, now, num_tells)
     assert (caught.value is error) == (type(error) is raised)
     if caught.value is not error:
         assert str(caught.value) == "rank 3: died"

@@ -1,4 +1,4 @@
-"""What a search tries: sizes of axes, variants of options, lower bounds of memory, and the words of its command."""
+"""Mesh search: sizes of axes, variants of options, lower bounds of memory, and the words of its command."""
 
 from __future__ import annotations
 
@@ -332,11 +332,11 @@ def test_the_fastest_of_each_mesh_that_fits() -> None:
 
     first, second, third = (Cut(Axes(fsdp=n), 1) for n in (1, 2, 3))
     one, two = Variant(MemoryOptions()), Variant(MemoryOptions("full"))
-    found = {
+    actual = {
         (first, one): costed(5), (first, two): costed(3), (second, one): costed(1, False), (second, two): costed(4),
         (third, one): costed(2),
     }  # fmt: skip
-    of = fake(in_full=found, request=fake(top=2), best=[])
+    of = fake(in_full=actual, request=fake(top=2), best=[])
     assert [each.estimate.seconds for each in Search._fastest(of)] == [2, 3]
     so_far = cast(Any, Search._so_far).fget
     assert so_far(of) == "none fits yet"

@@ -1,4 +1,4 @@
-"""What `config.json` means to the models: fields, labels, RoPE, towers, n-grams, and which layers are of which kind."""
+"""Read `config.json` for the models: fields, labels, RoPE, towers, n-grams, and which layers are of which kind."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("last", "late"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize(("gathers", "sums"), [(False, False), (False, True), (True, False), (True, True)])
 def test_flags_of_a_backward(last: bool, late: bool, gathers: bool, sums: bool) -> None:
-    """What happens once a step happens after the last micro-batch, and not here if weight gradients come later."""
+    """Work that is done once a step comes after the last micro-batch, and not here if weight gradients come later."""
     unit, model, done = Unit(), SimpleNamespace(gathers_once=gathers, sums_once=sums), last and not late
     fsdp.before_backward(unit, model, last=last, late=late)
     expected: dict[str, bool] = {"requires_all_reduce": last}

@@ -58,11 +58,11 @@ def test_where_a_run_resumes_from(
     tmp_path: Path, own: bool, resume: str, changes: list[bool], source: str | None, refusal: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def found(folder: Path) -> Any:
+    def actual(folder: Path) -> Any:
         assert folder == tmp_path / "out" / "checkpoints"
         return [of(path=folder / "step-000009"), of(path=folder / "step-000003")] if own else []
 
-    monkeypatch.setattr(resume_point, "checkpoints", found)
+    monkeypatch.setattr(resume_point, "checkpoints", actual)
     monkeypatch.setattr(resume_point, "_changes", lambda config, file: ([changed(may) for may in changes], ""))
     config = config_in(tmp_path, resume=resume if resume in ("auto", "never") else str(tmp_path / resume))
     where, message = resume_point._resume_source(config, tmp_path / "out")
@@ -127,9 +127,9 @@ def test_another_reference_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(resume_point, "opened_at", opened)
     monkeypatch.setattr(resume_point, "_resume_source", lambda config, out: (out / "checkpoints", ""))
     config = config_in(tmp_path)
-    told: Any = of(rank=1, broadcast_object=lambda value: "told by rank 0")
-    with pytest.raises(mw.CheckpointError, match="told by rank 0"):
-        resume_point.check_reference(config, told, reference)
+    receiver: Any = of(rank=1, broadcast_object=lambda value: "sent by rank 0")
+    with pytest.raises(mw.CheckpointError, match="sent by rank 0"):
+        resume_point.check_reference(config, receiver, reference)
     opened.assert_not_called()
     if message:
         with pytest.raises(mw.CheckpointError, match=message):

@@ -17,7 +17,7 @@ of = SimpleNamespace
 
 
 def test_terms_are_summed_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tokens with a label, in micro-batches with gradients, in float64."""
+    """Sum over tokens with a label, in micro-batches with gradients, in float64."""
     monkeypatch.setattr(step_metrics.losses, "cross_entropy", lambda scores, fields: scores)
     loss = BySource(3)
     fields: Any = {"source": torch.tensor([0, 2, 2, 0, 2]), "labels": torch.tensor([5, 6, -100, 0, 7])}
@@ -31,7 +31,7 @@ def test_terms_are_summed_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_readings_of_ranks_make_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 6 ranks, 2 read different data."""
+    """Two of 6 ranks read different data."""
     monkeypatch.setattr(step_metrics, "_peak_bytes", lambda device: 4000)
     rows, given = torch.zeros(6, 9, dtype=torch.float64), list[Any]()
     rows[2, 0], rows[4, 1], rows[1, 2], rows[5, 4] = 15, 0.5, 3.0, 7000

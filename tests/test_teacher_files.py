@@ -100,8 +100,8 @@ def test_rank_0_decides_which_sets_are_scored(
     """Another rank may see a new file later than rank 0."""
     sets = [a_set("a"), a_set("b"), a_set("c")]
     teacher_files._mark(tmp_path, sets[1]).touch()
-    told = lambda value: value if numbers is None else numbers  # noqa: E731 - short
-    files = files_of(tmp_path, monkeypatch, rank, broadcast_object=told)
+    broadcast = lambda value: value if numbers is None else numbers  # noqa: E731 - short
+    files = files_of(tmp_path, monkeypatch, rank, broadcast_object=broadcast)
     scored, read = list[list[str]](), Mock(return_value="the scores")
     monkeypatch.setattr(teacher_files, "TeacherScores", read)
     monkeypatch.setattr(files, "_score", lambda sets: scored.append([each.plan.fingerprint for each in sets]))

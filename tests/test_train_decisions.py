@@ -1,4 +1,4 @@
-"""What the training loop does between steps: events and their order, early ends, skipped steps, evaluations, saves."""
+"""The training loop between steps: events and their order, early ends, skipped steps, evaluations, saves."""
 
 from __future__ import annotations
 

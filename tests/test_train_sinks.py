@@ -181,7 +181,7 @@ def test_amounts_of_tokens(value: float, shown: str) -> None:
 
 
 def test_scalars_for_services() -> None:
-    """Of a list over layers the largest; tables and names without a group are no curves."""
+    """A list over layers becomes its largest value; tables and names without a group are no curves."""
     values = {
         "a/b": 3, "a/list": [1.5, 4.5, 2.0], "a/empty": [], "a/ids": [1, 2], "plain": 1.0, "a/inf": float("inf"),
         "a/none": None, "a/text": "x",

@@ -53,8 +53,8 @@ RANGES = [(0, 4), (4, 9), (9, 12)]
 def test_a_read_is_split_at_the_bounds_of_extents(start: int, stop: int, parts: list[tuple[int, int, int]]) -> None:
     extents = [Extent(a, b, 0) for a, b in RANGES]
     assert [*overlapping(extents, start, stop)] == [extents[at] for _, _, at in parts]
-    found = Checks(Path(), {"f": extents}).split("f", start, stop)
-    assert [(a, b, extents.index(extent)) for a, b, extent in found] == parts
+    actual = Checks(Path(), {"f": extents}).split("f", start, stop)
+    assert [(a, b, extents.index(extent)) for a, b, extent in actual] == parts
 
 
 def test_an_extent_is_checked_in_its_own_file() -> None:
@@ -151,8 +151,8 @@ def test_buckets_hold_bounded_bytes(sizes: list[int], batches: list[str], monkey
     """Ten float32 elements fit. A larger key travels alone."""
     monkeypatch.setattr(streaming, "_BATCH_BYTES", 40)
     keys = [Key("abcd"[at], "BF16", (num, 1), "f") for at, num in enumerate(sizes)]
-    found = streaming._batches(keys, dict.fromkeys("abcd", torch.float32))
-    assert ["".join(key.name for key in batch) for batch in found] == batches
+    actual = streaming._batches(keys, dict.fromkeys("abcd", torch.float32))
+    assert ["".join(key.name for key in batch) for batch in actual] == batches
 
 
 # Initial values
@@ -279,8 +279,8 @@ def test_formats_that_configs_describe(config: Any, suffix: str, block: tuple[in
         with pytest.raises(LoadError, match=name):
             quant_formats._format_of(config)
         return
-    found = quant_formats._format_of(config)
-    assert (found.suffix, found.block, found.name) == (suffix, block, name)
+    actual = quant_formats._format_of(config)
+    assert (actual.suffix, actual.block, actual.name) == (suffix, block, name)
 
 
 def test_scales_of_a_matrix_by_its_format() -> None:
@@ -300,10 +300,10 @@ def test_scales_of_a_matrix_by_its_format() -> None:
     with_states = Format(nested.suffix, nested.block, packed=True, states={
         "n.weight": bitsandbytes.State((2, 64), nested=True), "p.weight": bitsandbytes.State((2, 64), offset=0.5)
     })  # fmt: skip
-    found = with_states.scale("n.weight", entries)
+    actual = with_states.scale("n.weight", entries)
     ends = (".nested_absmax", ".nested_quant_map")
-    assert (found.nested, found.offset) == (tuple(f"n.weight{end}" for end in ends), 0.0)
-    assert found.companion_keys == ("n.weight.absmax", "n.weight.quant_map")
+    assert (actual.nested, actual.offset) == (tuple(f"n.weight{end}" for end in ends), 0.0)
+    assert actual.companion_keys == ("n.weight.absmax", "n.weight.quant_map")
     assert with_states.scale("p.weight", entries) == Scale("p.weight.absmax", (1, 64), offset=0.5)
     assert [with_states.has(key, entries) for key in ("p.weight", "q.weight")] == [True, False]
 

@@ -9,8 +9,8 @@ from meshwright.ops.host_memory import HostCopy, bytes_of, storages_of, to_devic
 
 def test_a_storage_is_counted_once_and_an_empty_one_never():
     whole, other = torch.arange(6.0), torch.arange(3)
-    found = storages_of([whole[1:3], other, torch.empty(0), whole[4:], whole])
-    assert {at: storage.nbytes() for at, storage in found.items()} == {whole.data_ptr(): 24, other.data_ptr(): 24}
+    actual = storages_of([whole[1:3], other, torch.empty(0), whole[4:], whole])
+    assert {at: storage.nbytes() for at, storage in actual.items()} == {whole.data_ptr(): 24, other.data_ptr(): 24}
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def spec_of(model=None, params=(), recipe=Recipe(), units=(), line=ONE):
     return spec
 
 
-def told(charges):
+def rows_of(charges):
     return [(c.what, c.op, c.axes, c.num_bytes, c.count) for c in charges]
 
 
@@ -97,7 +97,7 @@ def told(charges):
 )
 def test_a_door_counts_recomputation_and_the_part_in_which_gradients_begin(passes, forwards, backwards):
     stage = Stage(0, model_of(x=again(Door(ENTER, 6)), share=Door(SHARE, 9), own=Door(OWN, 9)), ())
-    assert told(_doors(stage, Axes(cp=2, tp=3), WORK, passes)) == [
+    assert rows_of(_doors(stage, Axes(cp=2, tp=3), WORK, passes)) == [
         ("layers.0.x", "all_gather", ("tp",), 12 * 6 * 2, forwards),
         ("layers.0.x", "reduce_scatter", ("tp",), 12 * 6 * 2, backwards),
     ]
@@ -134,7 +134,7 @@ def test_experts_send_every_copy_of_a_token(back_again):
     """4 own tokens with 3 copies each. Rows go there and back, in backward twice too."""
     model = model_of(x=dispatch(back_again))
     charges = _experts(model, spec_of(model), Axes(fsdp=5, cp=2, tp=3, ep=2), WORK, PASSES)
-    assert told(charges) == [
+    assert rows_of(charges) == [
         ("layers.0.x, the counts", "all_to_all", ("ep",), 8 * 8, 5 + 3),
         ("layers.0.x, weights", "all_to_all", ("ep",), 12 * 4, 5 + 3 + 3),
         ("layers.0.x, rows", "all_to_all", ("ep",), 12 * 6 * 2, 2 * 5 + 3 * (1 + back_again) + 2 * 3),
@@ -179,7 +179,7 @@ def test_context_parallelism_swaps_in_groups_and_gathers_between_them():
     """A rank has 3 tokens, a group 12."""
     model, axes = model_of(**mixer()), Axes(cp=8)
     inner, outer = ("cp%4",), ("cp//4",)
-    assert told(_swaps(model, spec_of(model), axes, axes.coords(5), WORK, PASSES)) == [
+    assert rows_of(_swaps(model, spec_of(model), axes, axes.coords(5), WORK, PASSES)) == [
         ("layers.0.swap", "all_to_all", inner, 12 * (5 + 3) * 2, 5 + 3 + 3),
         ("layers.0.swap, the way back", "all_to_all", inner, 12 * 7 * 2, 5 + 3 + 3),
         ("layers.0.all_k", "all_gather", outer, 2 * 12 * 5 * 2, 5 + 3),
@@ -207,7 +207,7 @@ def test_rows_of_images_are_charged_for_each_micro_batch_that_has_some(num_back,
     model, axes = model_of(x=ScatterVision(6, float)), Axes(fsdp=3, cp=2)
     work = Work(tokens=8, num_batches=2, images=((frame(2, 6, 16), frame(6, 7, 4)), None))
     passes = _Passes(Counter({"layers.0": num_back}), Counter(), {})
-    charges = told(_inserts(model, axes, 3, work, passes))
+    charges = rows_of(_inserts(model, axes, 3, work, passes))
     assert charges == [("layers.0.x", "all_to_all", ("cp", "tp"), n * 6 * 2, 1) for n in sizes]
     assert work.num_seeing == 1
 
@@ -216,7 +216,7 @@ def test_rows_of_images_are_charged_for_each_micro_batch_that_has_some(num_back,
 def test_a_halo_has_no_more_rows_than_a_part(rows, num):
     charges = _halos(model_of(x=again(Halo(5, rows))), Axes(fsdp=7, cp=2, tp=3), WORK, PASSES)
     num_bytes = 6 * num * 5 * 2
-    assert told(charges) == [
+    assert rows_of(charges) == [
         ("layers.0.x", "all_gather", ("cp", "tp"), num_bytes, 5 + 3),
         ("layers.0.x", "reduce_scatter", ("cp", "tp"), num_bytes, 3),
     ]
@@ -225,7 +225,7 @@ def test_a_halo_has_no_more_rows_than_a_part(rows, num):
 @pytest.mark.parametrize(("frozen", "num"), [((), 10), (("layers.0.table",), 5), (("layers.0.x",), 10)])
 def test_a_lookup_asks_for_rows_of_own_tokens_over_the_ranks_of_a_stage(frozen, num):
     axes, stage = Axes(replicate=7, fsdp=5, cp=2, tp=3), ("fsdp", "cp", "tp")
-    assert told(_lookups(model_of(x=Lookup(2, 9)), axes, replace(WORK, frozen=frozenset(frozen)))) == [
+    assert rows_of(_lookups(model_of(x=Lookup(2, 9)), axes, replace(WORK, frozen=frozenset(frozen)))) == [
         ("layers.0.x, counts", "all_to_all", stage, 30 * 8, 5),
         ("layers.0.x, row numbers", "all_to_all", stage, 4 * 2 * 8, 5),
         ("layers.0.x", "all_to_all", stage, 4 * 2 * 9 * 2, num),
@@ -242,7 +242,7 @@ UNIT = Unit("layers.0", ("layers.0.w", "layers.0.n", "layers.0.f"), expert=False
 def charges_of_unit(unit=UNIT, passes=PASSES, axes=MESH, memory=MemoryOptions(), line=ONE, **work):
     recipe = Recipe(memory=memory, pipeline=Pipeline(hold=line.pp > 1))
     spec = spec_of(params=(W, N, F), recipe=recipe, units=(unit,), line=line)
-    return [c[1:] for c in told(_unit(unit, spec, axes, axes.coords(0), replace(WORK, **work), passes))]
+    return [c[1:] for c in rows_of(_unit(unit, spec, axes, axes.coords(0), replace(WORK, **work), passes))]
 
 
 SHARD = ("fsdp", "cp")
@@ -295,7 +295,7 @@ def test_experts_are_sharded_over_what_ep_leaves():
     experts = Param({"expert": 6, "ffn_": 2}, {"embed": 7}, (), name="layers.0.e", layer=0)
     unit, axes = Unit("layers.0", ("layers.0.e",), expert=True, again=True), replace(MESH, ep=2)
     spec = spec_of(params=(experts,), units=(unit,))
-    gathered, reduced, summed = told(_unit(unit, spec, axes, axes.coords(0), WORK, PASSES))
+    gathered, reduced, summed = rows_of(_unit(unit, spec, axes, axes.coords(0), WORK, PASSES))
     assert gathered[2:] == (("efsdp",), 1 * 7 * 2 * 6, 8)  # 6 rows of an ep rank in 6 shards
     assert reduced[2:] == (("efsdp",), 1 * 7 * 4 * 6, 5)
     assert summed[2:] == (("replicate",), 7 * 4, 1)
@@ -320,9 +320,9 @@ def test_scales_of_trained_codes_are_summed_for_each_mesh_of_shards():
     )
     spec, axes = spec_of(params=(dense, frozen, experts), units=units), Axes(fsdp=4, ep=2)
     work = replace(WORK, numbers=dict.fromkeys(spec.table.params, Coding("fp8")), frozen=frozenset({"layers.0.b"}))
-    charges = told(_scales(spec.stages(axes, 0), spec, axes, axes.coords(0), work))
+    charges = rows_of(_scales(spec.stages(axes, 0), spec, axes, axes.coords(0), work))
     assert [c[1:] for c in charges] == [("all_reduce", SHARD, 6 * 4, 1), ("all_reduce", ("efsdp",), 3 * 4, 1)]
-    later = told(_scales([Stage(0, None, ()), *spec.stages(axes, 0)], spec, axes, axes.coords(0), work))
+    later = rows_of(_scales([Stage(0, None, ()), *spec.stages(axes, 0)], spec, axes, axes.coords(0), work))
     assert later == charges
     nothing = _scales(spec.stages(axes, 0), spec, axes, axes.coords(0), replace(work, numbers={}))
     assert [c.count for c in nothing] == [0, 0]
@@ -334,7 +334,7 @@ def test_transfers_are_of_own_tokens_and_of_stages_with_something_to_train():
     model.shape = SimpleNamespace(stream_width=10)
     spec = spec_of(model, params, line=line)
     num_bytes = 24 // 6 * 10 * 2
-    middle = [c[:2] + c[3:] for c in told(_transfers(spec, axes, axes.coords(6), WORK))]
+    middle = [c[:2] + c[3:] for c in rows_of(_transfers(spec, axes, axes.coords(6), WORK))]
     assert sorted(middle) == [
         ("what goes back to stage 0", "send", num_bytes, 5),
         ("what goes back to stage 1", "recv", num_bytes, 5),
