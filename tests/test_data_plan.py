@@ -274,7 +274,8 @@ def test_whatever_changes_the_streams_changes_the_fingerprint(
         with monkeypatch.context() as patched:
             patched.setattr(planning, name, 999)
             others.append(key(one, two))
-    assert len({same, *others}) == 7
+    halves, quarters = (key(replace(one, share=part), replace(two, share=1 - part)) for part in (0.5, 0.25))
+    assert len({same, halves, quarters, *others}) == 9
     assert key(replace(one, name="other"), two) == same
 
 

@@ -64,6 +64,15 @@ def test_figures_of_a_published_model() -> None:
     ), "counted where most is sent: a stage in the middle has two neighbours"
 
 
+def test_bytes_of_a_coordinate_are_those_of_its_own_ranks() -> None:
+    """With tp, coordinate 1 on pp begins at rank 2. Rank 1 belongs to coordinate 0, whose stage is larger."""
+    figures = figures_of(tiny.of("qwen3", num_hidden_layers=3), pp=2, tp=2)
+    stored = [sum(each.num_bytes for each in figures.need.stored(rank)) for rank in range(4)]
+    lines = place_lines(figures)
+    assert [(line.place, line.rank, line.num_bytes) for line in lines] == [(0, 0, stored[0]), (1, 2, stored[2])]
+    assert stored[1] != stored[2]
+
+
 @pytest.mark.parametrize(
     ("pipeline", "bubble", "kept"),  # of pp=4 and 8 micro-batches, in the units of an even stage
     [(Pipeline(), 3 / 11, [4, 3, 2, 1]), (Pipeline(stages=2), 3 / 19, [11, 9, 7, 5]),

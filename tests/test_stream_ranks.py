@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from meshwright.weights import DTYPES, Key, KeyMap, StoredModel, chosen, of_tabl
 from meshwright.weights import deltas as weights_deltas
 from meshwright.weights.shards import file_boxes
 from meshwright.weights.streaming import Overlap
+from meshwright.weights.writer import whole_rows
 from tests import parts, quantised, seeing, tiny, worlds
 from tests.trials import Act, error_of, feed, mesh_of, named, said_by_all, world_of
 
@@ -162,6 +164,25 @@ def test_shards_tile_the_tensors_of_every_layout(family: str) -> None:
                 for name, tensor, spec in shards(owner, keymap, keymap.keys.values(), dtypes=None):
                     tiled[name][spec.slices] += tensor  # twice would be another number
             assert all(torch.equal(tiled[name], _in_dtype(files[name], keymap, name)) for name in files), sizes
+
+
+def test_kept_rows_do_not_change_with_the_model() -> None:
+    """A save in the background writes them after later steps. With replicas a rank writes rows from the middle."""
+    blueprint, axes = Blueprint.of(tiny.ODD["qwen3"]), Axes(replicate=2, fsdp=3)
+    size_of = lambda over: math.prod(axes.sizes(over))  # noqa: E731 - short
+    whole = {p.name: torch.randn(p.shape) for p in blueprint.table}
+    tiled = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    for rank in range(axes.world):
+        mesh: Any = SimpleNamespace(axes=axes, rank=rank, coords=axes.coords(rank), size_of=size_of)
+        stored = {p.param.name: _stored(p, whole) for p in pieces(blueprint.spec, axes, rank).values()}
+        rows = list(whole_rows(StoredModel(blueprint.spec, mesh, stored), keep=True))
+        for tensor in stored.values():
+            tensor.fill_(torch.nan)
+        for piece, values in rows:
+            parts_of_values = values.flatten().split([box.size for box in piece.boxes])
+            for box, part in zip(piece.boxes, parts_of_values, strict=True):
+                tiled[piece.param.name][box.slices] += part.view(box.shape)
+    assert all(torch.equal(tiled[name], tensor) for name, tensor in whole.items())
 
 
 def test_a_box_that_is_several_boxes_of_the_file() -> None:
