@@ -315,7 +315,7 @@ class Loop:
 
 def perplexity_of(loss: float) -> float:
     """Return e to the loss; `math.exp` overflows above 709."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _is_multiple(number: int, every: int) -> bool:
