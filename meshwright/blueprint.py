@@ -110,7 +110,8 @@ class Blueprint:
                     f"{min(able.difference(trained))}; add '{MTP}.*', or leave mtp out"
                 )
             return trained
-        more = [] if patterns == ["**"] else self._trained_by(patterns)
+        named = [pattern for pattern in patterns if pattern != "**"]
+        more = self._trained_by(named) if named else []
         new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
         whole = {*new, *more, *(p.name for p in self.table if p.name.startswith(MTP) and p.trains == ALWAYS)}
         return [p.name for p in self.table if p.adapter or p.name in whole]

@@ -273,7 +273,8 @@ class Recipe:
         None, "The compute dtype: `torch.bfloat16` (also None), `torch.float32`, `torch.float64`.", command=False,
     )  # fmt: skip
     train: str | Sequence[str] = option(
-        "**", "Patterns of the parameters that are trained; all others are frozen.", command=False, fixed=True,
+        "**", "Patterns of the parameters that are trained; all others are frozen. With `lora` adapters are trained, "
+        'and what patterns other than "**" match.', command=False, fixed=True,
     )  # fmt: skip
     tower: bool = option(
         False, "Train the vision encoder too, as `train` says; batches may then hold images and videos. Otherwise "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -35,6 +36,15 @@ def _other(source: Path, mesh: dict[str, int], name: str, *values: Any) -> mw.En
     options = {"lr": 1e-2, "dtype": torch.float64, name: values[there.rank]}
     of_load = {name: options.pop(name) for name in {"dtype", "train", "memory", "context"} & options.keys()}
     return mw.Engine(mw.load(source, there, **of_load), **options)
+
+
+def _adapted(source: Path, mesh: dict[str, int]) -> mw.Engine:
+    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, lora=mw.Lora(rank=2)), lr=1e-2)
+
+
+def _base_on_one_rank(engine: mw.Engine) -> None:
+    with engine.model.base() if engine.model.mesh.rank else contextlib.nullcontext():
+        engine.evaluate(feed(engine))
 
 
 def _apart(engine: mw.Engine, *acts: Callable[[mw.Engine], Any]) -> None:
@@ -81,6 +91,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         apart("offload", "True", "False")),
     "context": (REPLICAS, lambda s, m: _other(s, m, "context", mw.ContextParallel(), mw.ContextParallel(attention=1)),
         _step, apart(r"attention of mw\.ContextParallel", "1", "None")),
+    "base of adapters": (TP, _adapted, _base_on_one_rank, apart(r"adapters \(model\.base\(\)", "off", "on")),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
     "calls": (FSDP, build, lambda e: _apart(e, _step, lambda e: e.evaluate(feed(e))),
         apart("call", "evaluate", "a step")),

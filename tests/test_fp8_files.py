@@ -363,6 +363,9 @@ def test_a_source_in_bfloat16_becomes_fp8(tmp_path: Path, family: str) -> None:
 
 def test_formats_that_are_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
     worlds.run(1, refuses, directory("qwen3", "bfloat16"), tmp_path / "out")
+    small = tiny.directory(tmp_path / "small", "qwen3")
+    with pytest.raises(RankError, match=r"whole 128 x 128 blocks, which no module of this model has"):
+        worlds.run(1, lambda: mw.export(mw.load(small, mw.Mesh()), tmp_path / "out", format="fp8"))
 
 
 def refuses(at: Path, out: Path) -> None:

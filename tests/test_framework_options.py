@@ -180,17 +180,12 @@ def test_learning_rates_of_areal_for_odd_numbers_of_steps(
         (dict(lora_rank=3, lora_alpha=5), mw.Lora(rank=3, alpha=5.0, targets="all-linear")),
         (dict(lora_rank=1, target_modules=("q_proj", "v_proj")),
          mw.Lora(rank=1, alpha=16.0, targets=["q_proj", "v_proj"])),
-        (dict(lora_rank=2, lora_adapter_path="p"), mw.Lora(rank=2, alpha=16.0, targets="all-linear", path="p")),
+        (dict(lora_rank=2, lora_adapter_path="p"), mw.Lora(rank=2, path="p")),
+        (dict(lora_rank=0, lora_alpha=7, lora_adapter_path="p"), mw.Lora(path="p")),
     ],
 )  # fmt: skip
 def test_adapters_of_verl(fields: dict[str, Any], wanted: mw.Lora | None) -> None:
     assert verl_options.lora_of(fake_verl.ModelConfig(**fields)) == wanted
-
-
-def test_a_path_of_adapters_is_enough_to_ask_for_them() -> None:
-    with patch.object(verl_options.mw, "Lora") as made:
-        verl_options.lora_of(fake_verl.ModelConfig(lora_rank=0, lora_adapter_path="p"))
-    assert made.call_args.kwargs == dict(rank=0, alpha=16.0, targets="all-linear", path="p")
 
 
 def test_a_rollout_reads_adapters_as_peft_names_them() -> None:

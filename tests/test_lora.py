@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,19 @@ def test_targets_of_experts_are_short_where_no_plain_module_has_the_name(plain: 
     assert peft_files._expert_targets(stacks, plain) == targets  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("more", [[], ["head.*"], ["*.mixer.q.*", "head.*"]])
+def test_the_default_of_train_adds_nothing_to_adapters(more: list[str]) -> None:
+    """A pattern next to the default must not train the whole base."""
+    plain = Blueprint.of(tiny.ODD["qwen3"])
+    trained = {
+        patterns: plain.with_options(lora=Lora(rank=2), train=[*patterns]).trained()
+        for patterns in (("**", *more), ("**",), tuple(more) or ("**",))
+    }
+    named = {param.name for param in plain.table if any(fnmatchcase(param.name, pattern) for pattern in more)}
+    assert {*trained["**", *more]} == {*trained["**",], *named}
+    assert trained["**", *more] == trained[tuple(more) or ("**",)]
+
+
 def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:
     """Run one call of a user on a mesh: train and write, or resume, or load what was written."""
     batches = tiny.batches(0)
@@ -65,7 +79,11 @@ def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:
         mw.export(model, at / "merged", merge=True)
         mw.export_adapter(model, at / "adapter")
         with model.base():
-            base = mw.logprobs(model, batches[0])
+            with model.base():
+                pass
+            base = mw.logprobs(model, batches[0])  # still without adapters
+            with pytest.raises(mw.StateError, match=r"model\.base\(\).*before a step"):
+                engine.step(batches)
         refused = []
         saved = at / "checkpoints" / "step-000002"
         for act in (lambda: mw.export(model, at / "no"), lambda: mw.gather(model), lambda: mw.load(saved)):

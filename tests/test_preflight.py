@@ -12,8 +12,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli import main
-from meshwright.train import config_file, launch, metrics, resume_point
+from meshwright.train import config_file, launch, metrics, preflight, resume_point
 from meshwright.train.config import OptimSection
+from tests import worlds
 from tests.runs import chats, file_of, source
 
 COMMANDS = (["data"], ["train", "--dry-run"], ["train"])
@@ -158,3 +159,29 @@ def test_a_resumed_run_keeps_its_own_number_of_steps() -> None:
     state = dict(plan="p", stream=3, num_steps=10)
     expected = resume_point.Position("p", 3, num_steps=20)
     assert resume_point._position_in(config, data, Path("c"), state, 5) == expected
+
+
+def write_adapter(model: Path, at: Path) -> None:
+    mw.export_adapter(mw.load(model, mw.Mesh(), lora=mw.Lora(rank=4, alpha=12.0)), at)
+
+
+def test_a_run_file_says_what_its_adapter_says(at: Path, tmp_path: Path) -> None:
+    """A default counts if it is written down."""
+    worlds.run(1, write_adapter, at / "m", tmp_path / "adapter")
+    path = file_of(at, at / "m", lora={"path": str(tmp_path / "adapter")})
+    for sets, wanted in (
+        ([], []), (["lora.rank=4", "lora.alpha=12"], []), (["lora.rank=16"], ["lora.rank=16, but"]),
+        (["lora.alpha=32"], [r"lora.alpha=32.0, but"]), (["lora.targets=all-linear"], ["lora.targets="]),
+    ):  # fmt: skip
+        mistakes = [*preflight.mistakes(config_file.read(path, sets))]
+        assert [place for place, _ in mistakes] == [("lora", "path")] * len(wanted), mistakes
+        assert all(text in message for text, (_, message) in zip(wanted, mistakes, strict=True)), mistakes
+
+
+def test_adapters_that_no_class_loads_are_refused_before_the_run(at: Path) -> None:
+    path, embedding = file_of(at, at / "m", lora={"rank": 2}), "objective=embedding"
+    [(place, message)] = preflight.mistakes(config_file.read(path, [embedding]))
+    assert place == ("save", "merged")
+    assert "Set merged = true" in message
+    for sets in (["save.merged=true"], ["save.export=false"]):
+        assert not [*preflight.mistakes(config_file.read(path, [embedding, *sets]))]

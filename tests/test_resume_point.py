@@ -182,3 +182,18 @@ def test_a_new_run_begins_at_its_first_stream(tmp_path: Path, rank: int, monkeyp
     mesh.broadcast_object = lambda value: (Path("x"), "it has changed")
     with pytest.raises(mw.ConfigError, match="it has changed"):
         resume_point.position_of(config_in(tmp_path), engine, data_of(70), "r")
+
+
+def test_a_lowest_loss_counts_for_its_own_held_out_data(caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of an earlier version does not name them."""
+    sets = {"one": "a", "two": "b"}
+    first = resume_point.with_held_out(Position("p", lowest=1.5, since=3), sets, 0)
+    assert (first.lowest, first.since) == (1.5, 3)
+    assert resume_point.with_held_out(first, dict(reversed(sets.items())), 0) == first
+    assert not caplog.records
+    for other in ({**sets, "two": "c"}, {"one": "a"}, {"one": "b", "two": "a"}, {}):
+        for rank in (0, 1):
+            now = resume_point.with_held_out(first, other, rank)
+            assert (now.lowest, now.since) == (None, 0)
+            assert now.held_out != first.held_out
+    assert len(caplog.records) == 4

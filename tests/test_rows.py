@@ -27,6 +27,7 @@ from meshwright.data.template_sandbox import Sandbox
 from meshwright.data.texts import Ready, Texts
 from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
+from meshwright.plan.figures import COMPUTE
 from meshwright.train import dry_run
 from tests.templates import GOOD, tokenizer
 
@@ -403,7 +404,7 @@ def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     assert (counts.documents, counts.tokens, counts.targets, counts.longest, counts.too_long) == (2, 7, 5, 4, 2)
     assert result.statistics.targets == 7 + 112 - 4
     sections = {"train": SimpleNamespace(streams_per_step=1), "mesh": SimpleNamespace(num_data_ranks=1)}
-    config = SimpleNamespace(**sections, distill=None, objective_options=None)
+    config = SimpleNamespace(**sections, distill=None, objective_options=None, recipe=SimpleNamespace(dtype=COMPUTE))
     data = SimpleNamespace(documents=[result], plan=Plan([source], length=10, epochs=1), num_steps=1)
     text = dry_run.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text

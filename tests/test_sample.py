@@ -213,6 +213,8 @@ def test_what_is_refused_from_python(tmp_path: Path) -> None:
         "tokens=0 must be": {"tokens": 0},
         "top_p=1.5 must be": {"top_p": 1.5},
         "temperature=0 must be": {"temperature": 0},
+        "stop=3 must be a list of token ids": {"stop": 3},
+        "stop='</s>' must be": {"stop": "</s>"},
         "a list of lists": {"prompts": []},
         "prompt 0 is not a list of token ids": {"prompts": ["Hello"]},
         "prompt 1 is empty": {"prompts": [[5], []]},

@@ -249,7 +249,8 @@ UNUSED = {  # what a field needs that it makes sense, by its name or its section
     **{key: ["optim.kind=muon"] for key in ("by_head", "momentum", "exclude", "matrix_dtype")},
     "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
     "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"], "best": ["eval.path=y"],
-    "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"], "eval.images": ["eval.path=y"],
+    "fewer": ["launch.max_restarts=1"], "merged": ["lora.rank=4"], "pipeline": ["mesh.pp=2"],
+    "eval.images": ["eval.path=y"],
     "eval.sets.0.images": ["eval.sets.0.path=y", "eval.sets.0.name=y"],
     **{name: [f"objective={name}"] for name in OBJECTIVES}, "distill": ["objective=distill", "distill.teacher=y"],
 }  # fmt: skip

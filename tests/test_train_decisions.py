@@ -33,7 +33,7 @@ class Run:
         mesh = of(rank=0, broadcast_object=lambda value: value)
         self.engine: Any = of(
             step=self.step, steps=0, tokens=7, max_norm=1.0, saving=None, wait=Mock(), discard=Mock(), loss=None,
-            model=of(mesh=mesh), metrics={}, evaluate=Mock(return_value=2.0),
+            model=of(mesh=mesh, small=of(directory=Path("m"))), metrics={}, evaluate=Mock(return_value=2.0),
         )  # fmt: skip
         feed = of(
             streams_per_step=4, step=lambda first: ([f"from {first}"], first + 4), place=lambda n: f"row {n}",
@@ -204,7 +204,7 @@ def test_an_end_for_another_reason_keeps_it(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("wait", "logged"), [(True, 1), (False, 0)])
 def test_the_best_checkpoint_has_its_own_options(wait: bool, logged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, keep=3, keep_every=100, wait=wait)
-    monkeypatch.setattr(loop, "newest_whole", lambda folder: None)
+    monkeypatch.setattr(loop, "remove_later", lambda *_: None)
     run.loop._save_best()
     assert run.saves == [("best", dict(keep=1, keep_every=None, state=vars(run.loop.position), wait=wait))]
     assert len(run.events) == logged

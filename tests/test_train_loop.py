@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +193,26 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == best + 4
 
 
+def test_the_best_weights_are_those_of_the_last_start(tmp_path: Path) -> None:
+    """A run is killed after its best step, and goes on from an earlier one with another rate."""
+    model, held = source(tmp_path / "m", "qwen3_tied"), chats(tmp_path / "held.jsonl", 12)
+    chats(tmp_path / "chats.jsonl", 150)
+    path = file_of(
+        tmp_path, model, train=dict(steps=4), optim=dict(lr=1e-3, schedule="constant"),
+        eval={"every": 2, "best": True, "path": str(held)}, save=dict(every=2),
+    )  # fmt: skip
+    best, saved = tmp_path / "out" / "best", tmp_path / "out" / "checkpoints"
+    contents = []
+    for sets in ((), ("optim.lr=3e-3",)):
+        worlds.run(1, functools.partial(run, config_file.read(path, sets)))
+        assert [each.name for each in best.iterdir()] == ["step-000004"]
+        files = [at / "step-000004" / "model.safetensors" for at in (best, saved)]
+        contents.append(files[0].read_bytes())
+        assert contents[-1] == files[1].read_bytes()
+        shutil.rmtree(saved / "step-000004")
+    assert contents[0] != contents[1]
+
+
 def test_a_lower_loss_renews_the_patience() -> None:
     """A run that gets worse, then better than it ever was, then worse again."""
     result = iter([3.0, 4.0, 2.0, 4.0, 4.0])
@@ -343,16 +364,21 @@ def test_the_terminal_shows_warnings_alone() -> None:
         assert _Prefixed().format(record) == shown
 
 
-@pytest.mark.parametrize(("stored", "steps", "saves"), [(None, 4, 1), (4, 4, 0), (4, 6, 1), (6, 4, 1)])
-def test_the_best_step_is_saved_once(tmp_path: Path, stored: int | None, steps: int, saves: int) -> None:
-    """A run that resumes before its best step comes to that step again."""
-    if stored is not None:
-        step = tmp_path / "best" / f"step-{stored:06d}"
+def test_a_new_best_replaces_what_an_earlier_start_saved_later(tmp_path: Path) -> None:
+    """A run that resumes before its best step takes that step again, maybe with other options."""
+    best = tmp_path / "best"
+    for number in (4, 6, 8):
+        step = best / f"step-{number:06d}"
         step.mkdir(parents=True)
-        manifest.write_manifest(step, manifest.Manifest(stored, {}, {}, {}, {}))
-    mesh = SimpleNamespace(rank=0, broadcast_object=lambda value: value)
-    engine = SimpleNamespace(steps=steps, model=SimpleNamespace(mesh=mesh))
-    save = Mock()
-    run = SimpleNamespace(engine=engine, folder=tmp_path, options=SimpleNamespace(wait=True), _save=save)
-    Loop._save_best(cast(Loop, run))
-    assert [each.args for each in save.call_args_list] == [("best",)] * saves
+        manifest.write_manifest(step, manifest.Manifest(number, {}, {}, {}, {}))
+    (best / "step-000009").mkdir()  # without a manifest it is no checkpoint
+    model = SimpleNamespace(mesh=SimpleNamespace(rank=0), small=SimpleNamespace(directory=best / "step-000008"))
+    log = Mock()
+    run = SimpleNamespace(folder=tmp_path, engine=SimpleNamespace(model=model), _log=log)
+    run._remove_undone_best = functools.partial(Loop._remove_undone_best, cast(Loop, run))
+    for values in ({}, {"best": True}):
+        run._writing = 4, values
+        Loop._log_saved(cast(Loop, run))
+        left = [4, 8, 9] if values else [4, 6, 8, 9]  # the model was loaded from step 8
+        assert sorted(int(each.name[5:]) for each in best.iterdir()) == left
+    assert log.call_count == 2

@@ -12,7 +12,18 @@ from .async_save import SaveJob
 from .content import MASTER, PARAMETERS, RANDOM, WEIGHTS, Content, Keep, StateSet, planes_of, random_plane, with_zeros
 from .copy import copy_checkpoint, is_url
 from .dcp import TORCH_LIST, Sharded, TorchFiles, sharded, take, write_torch_files
-from .folder import CHECKPOINTS, RUN, Draft, checkpoints, final_place, is_checkpoint, newest_of, newest_whole, run_of
+from .folder import (
+    CHECKPOINTS,
+    RUN,
+    Draft,
+    checkpoints,
+    final_place,
+    is_checkpoint,
+    newest_of,
+    newest_whole,
+    remove_later,
+    run_of,
+)
 from .inspect import check_bytes, differences, opened_at, summary
 from .manifest import PARTS, write_part
 from .restore import (

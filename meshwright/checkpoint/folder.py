@@ -277,12 +277,24 @@ def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
         if num_good < (keep.last or 0):
             num_good += _is_good(candidate.path)
             continue
-        if (keep.every and candidate.step % keep.every == 0) or (in_use.exists() and candidate.path.samefile(in_use)):
-            continue
-        # Rename first: an interrupted deletion must not leave a visible checkpoint with half of its files.
-        removed = folder / f".{step_name(candidate.step)}.removed-{secrets.token_hex(4)}"
-        candidate.path.rename(removed)
-        _remove(removed)
+        if not (keep.every and candidate.step % keep.every == 0):
+            _remove_unless_in_use(candidate, in_use)
+
+
+def remove_later(folder: Path, step: int, in_use: Path) -> None:
+    """Remove the checkpoints after a step, except the directory that the model was loaded from (`in_use`)."""
+    for candidate in checkpoints(folder):
+        if candidate.step > step and (candidate.path / MANIFEST).is_file():
+            _remove_unless_in_use(candidate, in_use)
+
+
+def _remove_unless_in_use(candidate: Candidate, in_use: Path) -> None:
+    if in_use.exists() and candidate.path.samefile(in_use):
+        return
+    # Rename first: an interrupted deletion must not leave a visible checkpoint with half of its files.
+    removed = candidate.path.parent / f".{step_name(candidate.step)}.removed-{secrets.token_hex(4)}"
+    candidate.path.rename(removed)
+    _remove(removed)
 
 
 def _is_good(path: Path) -> bool:

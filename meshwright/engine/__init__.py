@@ -5,7 +5,7 @@
 
 from ..recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from . import losses
-from .adapters import check_export_adapter, export_adapter
+from .adapters import check_export_adapter, export_adapter, why_without_class
 from .batching import batches, by_document
 from .checkpoint import Resumed, resume, save
 from .engine import Engine

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import weights
+from ..blueprint import Blueprint
 from ..errors import CheckpointError, ConfigError, ExportError
-from ..models import family_of
+from ..models import family_of, without_adapters
 from ..optim import SCALES
 from ..sharding import Param, Table
 from ..watch import names_lost_ranks
@@ -32,6 +34,17 @@ def check_has_adapters(model: Model, call: str) -> None:
     """Refuse a model without adapters."""
     if model.recipe.lora is None:
         raise ConfigError(f"{call}: the model has no adapters; load it with lora=mw.Lora(...)")
+
+
+@contextlib.contextmanager
+def adapters_off(model: Model) -> Iterator[None]:
+    """Switch the adapters off, and note it for all ranks to compare: a pipeline stage may have no adapters."""
+    before, model.calls.in_base = model.calls.in_base, True
+    try:
+        with without_adapters(model.parts):
+            yield
+    finally:
+        model.calls.in_base = before
 
 
 def factors_on_rank_0(model: Model) -> dict[str, Tensor]:
@@ -98,7 +111,8 @@ def _agreed(model: Model, call: str, directory: str | os.PathLike[str], layout: 
         )
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is not a path; give the directory to write")
-    _check_has_class(model, call)
+    if why := why_without_class(model.blueprint):
+        raise ConfigError(f"{call}: {why}. Export them merged: mw.export(model, directory, merge=True)")
     chosen = layout or default_layout(model)
     if chosen not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is unknown; choose from {', '.join(map(repr, LAYOUTS))}")
@@ -151,20 +165,20 @@ def default_layout(model: Model) -> str:
     return family_of(model.config).served or of_source
 
 
-def _check_has_class(model: Model, call: str) -> None:
-    """Refuse adapters whose keys do not fit the transformers class that loads them: PEFT would leave B at 0.
+def why_without_class(blueprint: Blueprint) -> str:
+    """Return why the keys of adapters do not fit the transformers class that loads them, "" if they do.
 
-    The layers of a class with a head are under `model.`, those of a base model (AutoModel) are not. Keys follow the
-    source.
+    PEFT would leave B at 0. The layers of a class with a head are under `model.`, those of a base model (AutoModel) are
+    not. Keys follow the source.
     """
-    of_base, head = "embed_tokens.weight" in model.keymap.keys, model.blueprint.head
-    if of_base != (head == "none"):
-        kind = "those of a base model without a head" if of_base else "those of a model with a head"
-        raise ConfigError(
-            f'{call}: the keys of the source are {kind}, and the model was loaded with head="{head}"; the class that '
-            "has this head spells them differently, and PEFT would leave the adapters out. Export them merged: "
-            "mw.export(model, directory, merge=True)"
-        )
+    of_base, head = "embed_tokens.weight" in blueprint.keymap.keys, blueprint.head
+    if of_base == (head == "none"):
+        return ""
+    kind = "those of a base model without a head" if of_base else "those of a model with a head"
+    return (
+        f'the keys of the source are {kind}, and the model is loaded with head="{head}"; the class that has this head '
+        "spells them differently, and PEFT would leave the adapters out"
+    )
 
 
 def _target(model: Model, path: Path, num_bytes: int, overwrite: bool) -> weights.Target:

@@ -246,6 +246,7 @@ def identity(model: Model) -> dict[str, str]:
         "tower=": str(model.blueprint.tower),
         "mtp=": model.recipe.mtp,
         "mtp_weight=": str(model.recipe.mtp_weight),
+        "the adapters (model.base() switches them off)": "off" if model.calls.in_base else "on",
         "the number of trained parameters": str(len(trained)),
         "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
     }

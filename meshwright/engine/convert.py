@@ -27,6 +27,7 @@ from ..optim.int8_state import is_quantised
 from ..recipe import Recipe
 from ..sharding import MTP, Param, Table
 from ..weights import DTYPES, Extents, Files, KeyMap
+from ..weights.peft_files import check_has_base
 from .checkpoint import about_model
 from .export import config_of
 from .optimizer_state import COUNTERS, file_key, state_key
@@ -93,6 +94,7 @@ def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dty
 
 def _read_state(source: Path, like: Path | None) -> State:
     """Open a source; its files show its kind. A Meshwright checkpoint also has a config.json."""
+    check_has_base(source)
     if (source / disk.TORCH_LIST).is_file():
         return _read_torch(source, like)
     if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
@@ -105,6 +107,7 @@ def _read_state(source: Path, like: Path | None) -> State:
 def _read_meshwright(source: Path) -> State:
     """Open a Meshwright checkpoint. All checksums are verified first, since tensors are then read in any order."""
     checkpoint = disk.opened_at(source)
+    check_has_base(checkpoint.directory)
     errors = disk.check_bytes(checkpoint)
     if errors:
         raise CheckpointError(f"{checkpoint.directory} is broken: {errors[0]} ({len(errors)} such runs)")

@@ -431,7 +431,7 @@ class Engine:
             check_on_nonfinite(self.on_nonfinite)
             if call != EVALUATE:
                 check_ready(self.model, self.trained)
-                check_trains(self.trained)
+                check_trains(self.trained, in_base=self.model.calls.in_base)
             data = data_of(self.model, batches, self.want, per, loss.candidates)
             settings = {**self._settings(), **fields_of_step(loss, batches)}
             if call == EVALUATE:

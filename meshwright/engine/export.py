@@ -42,7 +42,15 @@ def in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap
     keymap = replace(keymap, used=model.dtype)
     if form == "source":
         return keymap.as_source()
-    return keymap.in_fp8(model.table, model.blueprint.spec.fp8_left_out) if form == "fp8" else keymap
+    if form != "fp8":
+        return keymap
+    quantised = keymap.in_fp8(model.table, model.blueprint.spec.fp8_left_out)
+    if not quantised.scales:
+        raise ConfigError(
+            "format='fp8' needs matrices of whole 128 x 128 blocks, which no module of this model has; leave it out, "
+            "or choose 'source' for the format of the files"
+        )
+    return quantised
 
 
 @names_lost_ranks()

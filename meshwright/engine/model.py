@@ -25,7 +25,7 @@ from ..errors import ConfigError, LoadError, StateError
 from ..log import logger
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
-from ..models import Decoder, Quantisable, without_adapters
+from ..models import Decoder, Quantisable
 from ..ops.codings import Coding
 from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
@@ -83,6 +83,7 @@ class CallState:
     pending: object | None = None  # the step whose gradients are on the parameters
     half_updated: str = ""  # the update that was interrupted: the parameters are then a mixture of two steps
     in_loss: bool = False  # true while the user's loss runs, which must not call its own model
+    in_base: bool = False  # true within `Model.base`, where adapters are off
     # Codes as loaded, each with the version counter of its tensor, which torch raises with every in-place write.
     loaded: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     asleep: Asleep = field(default_factory=Asleep)
@@ -295,7 +296,9 @@ class Model:
                 f"{changed[0]} is trained next to the adapters ({len(changed)} such parameters), so model.base() would "
                 "not be the base; load the base as a second model, or train adapters alone"
             )
-        return without_adapters(self.parts)
+        from .adapters import adapters_off
+
+        return adapters_off(self)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
         """Return local tensors with their layout, from which `weights/` gathers and writes whole tensors."""

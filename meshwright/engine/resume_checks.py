@@ -224,5 +224,6 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     """Return the settings that may change from run to run; a resume warns if they do."""
     options = engine.optimizer.options.settings()
     settings = {**options, "max_norm": engine.max_norm, "router_aux": engine.router.mode}
+    settings["temperature"] = float(engine.temperature)
     recipe = engine.model.recipe
     return settings if engine.mtp is None else {**settings, "mtp": recipe.mtp, "mtp_weight": recipe.mtp_weight}

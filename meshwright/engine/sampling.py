@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from .. import parallel
 from ..axes import DENSE, Sum
 from ..data import IGNORE, PLACEHOLDERS, Batch, ImagePatches, pack
-from ..errors import StateError
+from ..errors import ConfigError, StateError
 from ..models import Want, text_config
 from ..watch import doing, names_lost_ranks
 from .agreement import Proposal, agree
@@ -46,8 +47,12 @@ class Decoding:
         return self.top_p is None and self.temperature is None
 
     def check(self) -> None:
-        """Refuse a `top_p` that is not a probability, and a temperature that nothing can be divided by."""
+        """Refuse a `top_p` that is not a probability, `stop` other than token ids, and a temperature that nothing can
+        be divided by."""
         check_top_p(self.top_p)
+        stop: object = self.stop
+        if not isinstance(stop, Collection) or not all(isinstance(token, Integral) for token in stop):
+            raise ConfigError(f"stop={self.stop!r:.80} must be a list of token ids, such as stop=[151645]")
         if self.temperature is not None:
             check_temperature(self.temperature)
 

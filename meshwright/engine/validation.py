@@ -334,9 +334,11 @@ _UNTRAINED = (
 )
 
 
-def check_trains(trained: Sequence[str]) -> None:
+def check_trains(trained: Sequence[str], *, in_base: bool) -> None:
     """Refuse a step without anything to train. It runs on all ranks before the step: in a pipeline, only the last stage
     sees the loss, and the other stages would wait for its gradient."""
+    if in_base:
+        raise StateError("model.base() switches the adapters off, so nothing would train them; leave it before a step")
     if not trained or not torch.is_grad_enabled():
         raise StateError(_UNTRAINED)
 

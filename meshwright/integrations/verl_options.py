@@ -25,10 +25,13 @@ def lora_of(model: Any) -> mw.Lora | None:
     for name in ("exclude_modules", "target_parameters"):
         if model[name]:
             raise mw.ConfigError(f"model.{name}={model[name]!r} is not supported; name what is adapted: target_modules")
+    if model.lora_adapter_path:  # as in verl's own engines, alpha and targets are those of the files
+        rank = {"rank": model.lora_rank} if model.lora_rank > 0 else {}
+        return mw.Lora(path=model.lora_adapter_path, **rank)
     targets = model.target_modules
     return mw.Lora(
         rank=model.lora_rank, alpha=float(model.lora_alpha),
-        targets=targets if isinstance(targets, str) else list(targets), path=model.lora_adapter_path,
+        targets=targets if isinstance(targets, str) else list(targets),
     )  # fmt: skip
 
 

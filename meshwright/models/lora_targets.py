@@ -85,15 +85,15 @@ def _attach(module: nn.Module, attribute: str, lora: Lora) -> None:
 
 @contextlib.contextmanager
 def without_adapters(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch the adapters of a model off, so that it computes what its base does."""
-    adapters = [adapter for part in parts for adapter in adapters_of(part)]
-    for adapter in adapters:
+    """Switch the adapters of a model off, so that it computes what its base does. Such contexts may be nested."""
+    before = [(adapter, adapter.on) for part in parts for adapter in adapters_of(part)]
+    for adapter, _ in before:
         adapter.on = False
     try:
         yield
     finally:
-        for adapter in adapters:
-            adapter.on = True
+        for adapter, was_on in before:
+            adapter.on = was_on
 
 
 def adapters_of(model: nn.Module) -> list[Adapter | ExpertAdapter]:

@@ -211,8 +211,8 @@ class OptimSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """The decay of the rate: none, linear, cosine, or linear over the last `decay` of the steps ("wsd":
-    warmup, stable, decay). Once "wsd" decays, the run cannot be made longer."""
+    """The decay of the rate: "constant" has none, "linear" and "cosine" decay over all steps, "wsd" (warmup, stable,
+    decay) linearly over the last `decay` of the steps. Once "wsd" decays, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Steps over which the rate rises from 0: a number, or a fraction of all steps."""
     decay: Fraction = 0.2

@@ -30,8 +30,8 @@ def contradictions(config: Config) -> Mistakes:
     """Yield every contradiction between fields, with the path of the field to change."""
     for check in (
         _check_end, _check_step_size, _check_mesh, _check_pipeline, _check_shares, _check_sources, _check_names,
-        _check_schedule, _check_evaluation, _check_samples, _check_profile, _check_checkpoints, _check_restarts,
-        _check_recipe, _check_optimizer_state, _check_objective, _check_teacher,
+        _check_schedule, _check_evaluation, _check_samples, _check_profile, _check_checkpoints, _check_export,
+        _check_restarts, _check_recipe, _check_optimizer_state, _check_objective, _check_teacher,
     ):  # fmt: skip
         yield from check(config)
 
@@ -243,6 +243,14 @@ def _check_checkpoints(config: Config) -> Mistakes:
             f"{config.save.keep_every} is not a multiple of every = {config.save.every}: some of those steps have no "
             f"checkpoint; take {-(-config.save.keep_every // config.save.every) * config.save.every}",
         )
+
+
+def _check_export(config: Config) -> Mistakes:
+    """Require adapters to merge, and an export that merges them."""
+    if config.save.merged and config.lora is None:
+        yield ("save", "merged"), "it merges adapters, and the run has no [lora]; leave it out"
+    elif config.save.merged and not config.save.export:
+        yield ("save", "merged"), "it is written at the end of the run, and export = false writes nothing; set one"
 
 
 def _check_restarts(config: Config) -> Mistakes:

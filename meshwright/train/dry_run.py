@@ -18,6 +18,7 @@ from rich.text import Text
 from ..data import Documents, Processor, Tokens, View, tokenizer_of
 from ..errors import DataError, counted
 from ..objectives import Distill
+from ..plan.figures import COMPUTE
 from ..weights import path_of
 from .config import Config
 from .data_sources import TrainingData
@@ -48,6 +49,8 @@ def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingD
         f"{counted(per_rank, 'micro-batch', 'micro-batches')} on each of {counted(ranks, 'data rank')}",
     ]
     lines += _teacher_lines(config, data, held_out)
+    if config.recipe.dtype != COMPUTE:
+        lines.append(f"Bytes and times of the plan are for compute in bfloat16; this run has {config.train.dtype}")
     if used < _WELL_FILLED:
         lines.append("Packing leaves much padding: try another length, or more documents")
     return "\n".join(lines)

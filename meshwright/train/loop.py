@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import CHECKPOINTS, final_place, newest_whole
+from ..checkpoint import CHECKPOINTS, remove_later
 from ..data import Batch, Feed
 from ..engine import Engine, StepRecord, save
 from ..errors import NonFiniteError
@@ -275,14 +275,12 @@ class Loop:
         return EARLY if patience is not None and self.position.since >= patience else ""
 
     def _save_best(self) -> None:
-        """Save to OUT/best, unless it holds this step already.
+        """Save to OUT/best, and remove what an earlier start saved there at a later step.
 
-        A run that resumes from a checkpoint before its best step reaches that step a second time.
+        A run that resumes from a checkpoint before its best step takes that step a second time, maybe with other
+        options: the new weights replace the old ones.
         """
-        mesh, folder = self.engine.model.mesh, self.folder / BEST
-        newest = mesh.broadcast_object(newest_whole(folder) if mesh.rank == 0 else None)
-        if newest is None or newest.name != final_place(folder, self.engine.steps).name:
-            self._save(BEST, keep=1, wait=self.options.wait)
+        self._save(BEST, keep=1, wait=self.options.wait)
 
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of the run, unless the last one is of this position."""
@@ -311,6 +309,17 @@ class Loop:
         if self._writing is not None:
             (step, values), self._writing = self._writing, None
             self._log("save", values, step)
+            if values.get("best"):
+                self._remove_undone_best(step)
+
+    def _remove_undone_best(self, step: int) -> None:
+        """Remove later steps from OUT/best: an earlier start saved them, and this one has taken their steps again."""
+        model = self.engine.model
+        if model.mesh.rank == 0:
+            try:
+                remove_later(self.folder / BEST, step, model.small.directory)
+            except OSError as error:
+                logger.warning("later steps in %s could not be removed: %s", self.folder / BEST, error)
 
 
 def perplexity_of(loss: float) -> float:

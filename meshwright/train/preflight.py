@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from ..blueprint import Blueprint
+from ..engine import why_without_class
 from ..errors import MeshwrightError
 from ..log import logger
 from ..plan import find
+from ..recipe import Lora
 from ..weights import path_of
+from ..weights.peft_files import recipe_of
 from .config import Config, Place
 from .config_checks import place_of, sources_in
 from .config_model import check_state, model_of, objections_to, optimizer_of
@@ -49,6 +52,7 @@ def mistakes(config: Config) -> Mistakes:
     refused = objections_to(blueprint, config)
     yield from ((place_of(text, config, ("mesh",)), text) for text in refused)
     yield from _trained_mistakes(config, blueprint)
+    yield from _adapter_mistakes(config, blueprint)
     if not refused:
         yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
 
@@ -64,6 +68,17 @@ def _trained_mistakes(config: Config, blueprint: Blueprint) -> Mistakes:
         optimizer_of(config.optim).check(blueprint.table, trained)
     except MeshwrightError as error:
         yield place_of(str(error), config, ("optim", "kind")), str(error)
+
+
+def _adapter_mistakes(config: Config, blueprint: Blueprint) -> Mistakes:
+    """Check that the run file says of its adapters what their files say, and that they can be written at the end."""
+    if config.lora is None:
+        return
+    if config.lora.path is not None:  # the files decide; a default that is written down is no default
+        lora = Lora(**config.lora.model_dump())
+        yield from _refused(("lora", "path"), partial(recipe_of, lora, stated=config.lora.model_fields_set))
+    if config.save.export and not config.save.merged and (why := why_without_class(blueprint)):
+        yield ("save", "merged"), f"{why}. Set merged = true: the run then writes the merged weights alone"
 
 
 def _file_mistakes(config: Config) -> Mistakes:

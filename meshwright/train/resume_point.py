@@ -7,6 +7,9 @@ depend on it (docs/resume.md).
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +33,8 @@ class Position:
     `plan`: the fingerprint of the packing plan. `stream`: the first stream of the next step. `skipped`: steps without
     update, for a non-finite loss. `lowest`: the lowest held-out loss, and `since` the number of evaluations after
     it. `num_steps`: the length of the run, which the learning rate depends on; None in checkpoints of earlier versions.
-    `reference`: the key of the reference model, if the objective has one.
+    `reference`: the key of the reference model, if the objective has one. `held_out`: the key of the held-out data
+    that `lowest` is of; "" in checkpoints of earlier versions.
     """
 
     plan: str
@@ -40,6 +44,24 @@ class Position:
     since: int = 0
     num_steps: int | None = None
     reference: str = ""
+    held_out: str = ""
+
+
+def with_held_out(position: Position, fingerprints: Mapping[str, str], rank: int) -> Position:
+    """Return the position of a run with these held-out sets, given by name and fingerprint.
+
+    If other data were held out before, the lowest loss is forgotten: it would be compared with losses of other
+    documents, for the best checkpoint and for early stopping.
+    """
+    now = hashlib.sha256(json.dumps(dict(fingerprints), sort_keys=True).encode()).hexdigest() if fingerprints else ""
+    if position.held_out in ("", now):
+        return replace(position, held_out=now)
+    if rank == 0 and position.lowest is not None:
+        logger.warning(
+            "the held-out data changed: their lowest loss so far, %.4g, no longer counts for the best checkpoint or "
+            "early stopping", position.lowest,
+        )  # fmt: skip
+    return replace(position, held_out=now, lowest=None, since=0)
 
 
 def position_of(config: Config, engine: Engine, data: TrainingData, reference: str = "") -> Position:

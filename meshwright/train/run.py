@@ -24,6 +24,7 @@ from ..engine import (
     export_adapter,
     load,
     losses,
+    why_without_class,
 )
 from ..engine.losses import LossFunction
 from ..errors import ConfigError
@@ -46,7 +47,7 @@ from .metrics import JsonLines, Lines, Sink, check_sinks, last_step, sinks_of
 from .profiler import Profiler
 from .rank import LAUNCHER, handle_signals
 from .reference_scores import WithReference
-from .resume_point import check_reference, position_of
+from .resume_point import check_reference, position_of, with_held_out
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .step_metrics import BySource
@@ -103,7 +104,9 @@ class Trainer:
         self.data, *others = reference.sets(self.model)
         held_out = dict(zip(held_out, others, strict=True))
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data, reference.key or fields.key)
+        position = position_of(config, self.engine, self.data, reference.key or fields.key)
+        fingerprints = {name: each.plan.fingerprint for name, each in held_out.items()}
+        self.position = with_held_out(position, fingerprints, mesh.rank)
         self.prepare = fields.of(self.model)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
@@ -148,10 +151,11 @@ class Trainer:
 
     @property
     def _writes_adapter(self) -> bool:
-        """Return whether OUT/adapter is written: if adapters alone are trained. Other trained weights need a merged
-        export."""
+        """Return whether OUT/adapter is written: if adapters alone are trained, and a class of transformers loads them.
+        Others need a merged export."""
         alone = all(self.model.table[name].adapter for name in self.model.trained)
-        return self.config.lora is not None and (alone or not self.config.save.merged)
+        loadable = alone and not why_without_class(self.model.blueprint)
+        return self.config.lora is not None and (loadable or not self.config.save.merged)
 
     def _check_export(self) -> None:
         """Refuse now what the export at the end would refuse."""

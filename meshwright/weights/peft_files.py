@@ -17,7 +17,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,11 +59,14 @@ def check_has_base(directory: Path) -> None:
         return
     what = "a checkpoint of adapters (LoRA)" if of_run else "a directory of adapters (PEFT)"
     files = directory if is_peft else "OUT/adapter of its run"
-    resumed = "; mw.resume(engine, directory) of that base with the same lora= resumes" if of_run else ""
+    resumed = (
+        "; mw.resume(engine, directory) of that base with the same lora= resumes, and mw.export_adapter(engine.model, "
+        "another) then writes PEFT's files of this step"
+    )
     raise LoadError(
         f"{directory} is {what} and holds no base; to train on, give the base as the model and lora.path={files}; for "
         "a whole model, merge first: OUT/export of a run with merged = true in [save], or mw.export(merge=True)"
-        f"{resumed}"
+        f"{resumed if of_run else ''}"
     )
 
 
@@ -120,25 +123,28 @@ def base_of(directory: str | Path) -> str:
     return base
 
 
-def recipe_of(lora: Lora) -> Lora:
-    """Return the options of the adapter in `lora.path`. Refuse options of the caller that contradict the files."""
+def recipe_of(lora: Lora, stated: Container[str] = ()) -> Lora:
+    """Return the options of the adapter in `lora.path`. Refuse options of the caller that contradict the files.
+
+    A default counts as left out, unless the caller `stated` the option by name, as a run file does.
+    """
     if lora.path is None:
         return lora
     files = open_adapter(lora.path)
     config, usual = files.config, Lora()
-    stated = replace(
+    of_files = replace(
         usual, rank=config.get("r", 8), alpha=config.get("lora_alpha", 8), rslora=bool(config.get("use_rslora")),
         targets=_targets(files), expert_rank=_expert_rank(files), path=str(files.directory),
     )  # fmt: skip
     for name in ("rank", "alpha", "expert_rank", "rslora", "targets"):
-        given, read = vars(lora)[name], vars(stated)[name]
-        if name in ("alpha", "rslora") and math.isclose(lora.scale, stated.scale):  # our files put rsLoRA into alpha
+        given, read = vars(lora)[name], vars(of_files)[name]
+        if name in ("alpha", "rslora") and math.isclose(lora.scale, of_files.scale):  # our files put rsLoRA into alpha
             continue
-        if given not in (vars(usual)[name], read):
+        if given != read and (given != vars(usual)[name] or name in stated):
             raise LoadError(
                 f"lora.{name}={given!r}, but {files.directory} has {read!r:.200}; leave it out, the files say it"
             )
-    return stated
+    return of_files
 
 
 def _targets(files: AdapterFiles) -> tuple[str, ...]:
