@@ -186,33 +186,6 @@ def test_what_is_refused(sources: list[DataSource], options: dict[str, Any], wan
         Plan(sources, **{"length": T, "epochs": 1, **options})
 
 
-def _one_order(places: Any, size: int, *key: Any) -> Any:
-    return np.random.default_rng(0).permutation(size)[places]
-
-
-def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
-    return [(0, round(w * len(kept))) for w, kept in zip(plan.weights, plan._usable, strict=True)]
-
-
-SEED = {"seed": 6}
-PLANTS = {
-    "one permutation for all": ("permuted", _one_order, lambda: test_another_seed_or_length_is_another_plan(SEED)),
-    "streams not permuted": ("permuted", lambda places, size, *key: places if "window" in key else permuted(places,
-        size, *key), test_streams_of_a_window_are_mixed),
-    "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
-    "the last stream dropped": ("best_fit", lambda sizes, length: best_fit(sizes, length)[:-1],
-        test_every_document_once_an_epoch),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    attribute, planted, test = PLANTS[name]
-    monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
-    with pytest.raises(AssertionError):
-        test()
-
-
 def test_how_many_epochs_are_done() -> None:
     plan = three()
     done = [plan.epochs_before(j) for j in range(plan.num_streams + 1)]

@@ -23,6 +23,7 @@ from tests import fake_areal, fake_verl
     [
         ({}, 1, dict(fsdp=1)),
         (dict(pp=2, replicate=3, cp=2, tp=2, ep=4), 48, dict(pp=2, replicate=3, cp=2, tp=2, ep=4, fsdp=2)),
+        (dict(tp=2, ep=4), 8, dict(tp=2, ep=4, fsdp=4)),  # experts are divided among the same ranks
         (dict(tp=4), 2, dict(tp=4, fsdp=1)),
         (dict(fsdp=None, pp=None, tp=3), 6, dict(tp=3, fsdp=2)),
         (dict(fsdp=3, tp=2), 6, dict(fsdp=3, tp=2)),

@@ -196,13 +196,6 @@ def test_what_does_not_fit_has_a_way_out(tmp_path: Path, capsys: Capture) -> Non
     assert "fits" not in planned(capsys, at, "--mesh", "fsdp=8,ep=2")[1].replace("whether that fits", "")
 
 
-def test_what_is_not_counted_is_listed(capsys: Capture) -> None:
-    for options in ([], ["--device", "80GB"]):
-        message = " ".join(planned(capsys, "tiny-qwen3", *options)[1].split())
-        assert re.search("Buffers of collectives, of the update and of the allocator are not counted", message)
-        assert re.search(r"activations [\d.]+ [kM]B", message)
-
-
 @pytest.mark.parametrize(
     ("mesh", "count", "gb"),
     [

@@ -6,16 +6,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.plan import figures as plan_figures
 from meshwright.plan import html, page, svg
 from meshwright.plan.figures import Figures, RankMemory, live_axes
 from meshwright.plan.mesh_checks import reasons, smaller
 from meshwright.plan.pipeline_timing import StageLine, layers_of_stage
+from meshwright.plan.svg import _caption
 from meshwright.plan.tables import ChargeLine, _pattern, axis_lines, charge_lines, ranges
 from meshwright.plan.terminal import placement
-from meshwright.plan.wording import in_unit, kind, large, peak_note, roughly, span, unit_of
+from meshwright.plan.wording import in_unit, kind, large, peak_note, roughly, saved, span, unit_of
+from meshwright.recipe import MemoryOptions
 from meshwright.sharding import GRADIENTS, Charge, Stored
 
 GB = 10**9
@@ -207,3 +211,27 @@ def test_blocks_of_a_diagram() -> None:
     for text in ("and 89 ranks like these, to rank 138", "one of 3 places on pp", "one of 2 such replicas"):
         assert text in more
     assert svg._more(Axes(pp=2, fsdp=10), svg.Blocks(3, 4, 10, 10, (0, 10))) == ""
+
+
+def test_captions_of_the_mesh() -> None:
+    plain, replicas = _caption(Axes(fsdp=4)), _caption(Axes(replicate=2, fsdp=4))
+    assert plain == "Each cell is a rank, and its shade is its data rank."
+    assert replicas == "One replica of 2 is shown. " + plain
+    assert _caption(Axes(pp=2, fsdp=2, ep=2)) == (
+        "The ranks of a place on pp hold the same layers. Each cell is a rank, and its shade is its place on ep: ranks "
+        "of one shade hold the same experts of a place."
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "optimizer", "wanted"),
+    [
+        ({}, mw.AdamW(), []),
+        (dict(recompute="full", offload=True), mw.AdamW(), ["recompute=full", "offload=True"]),
+        (dict(token_once=2), mw.AdamW(state_dtype=torch.bfloat16), ["token_once=2", "state_dtype=bfloat16"]),
+        ({}, mw.AdamW(state_dtype=torch.uint8), ["state_dtype=uint8"]),
+    ],
+)  # fmt: skip
+def test_options_that_differ_from_their_defaults(memory: dict[str, Any], optimizer: Any, wanted: list[str]) -> None:
+    figures = cast(Any, SimpleNamespace(memory=MemoryOptions(**memory), optimizer=optimizer))
+    assert saved(figures) == wanted

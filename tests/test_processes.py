@@ -19,7 +19,6 @@ import pytest
 import meshwright as mw
 from meshwright.train import failure, lock, processes, rank
 from meshwright.train import rank as stop
-from meshwright.train.metrics import JsonLines, last_step
 from meshwright.train.run import run
 from tests import worlds
 from tests.runs import chats, file_of
@@ -150,26 +149,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(mw.ConfigError, match=r"out: .*Not a directory"):
         lock.hold(tmp_path / "file" / "out")
-
-
-def test_a_failure_that_was_overcome(tmp_path: Path) -> None:
-    """Once a later attempt is past the step of the failure, or has ended; not before."""
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    for words in ("rank 1 of 2 failed: x", "rank 0 of 2 failed: y"):
-        for step in (4, 5):
-            lines.write("step", step, {})
-        failure.write(tmp_path, words)
-        sink = failure.Overcome(tmp_path, last_step(tmp_path / "metrics.jsonl"))
-        for kind, step in (("start", 3), ("step", 4), ("eval", 4), ("step", 5)):
-            sink.write(kind, step, {})
-        assert (tmp_path / "failure.txt").read_text() == f"{words}\n"
-        sink.write(*(("step", 6, {}) if "x" in words else ("end", 5, {})))
-        assert not (tmp_path / "failure.txt").exists()
-        sink.write("step", 7, {})
-    first, second = (tmp_path / "overcome.txt").read_text().strip().split("\n\n")
-    assert first.startswith("20")
-    assert first.splitlines()[1:] == ["rank 1 of 2 failed: x"]
-    assert second.splitlines()[1:] == ["rank 0 of 2 failed: y"]
 
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
