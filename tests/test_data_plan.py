@@ -166,10 +166,7 @@ def test_every_document_fits_best() -> None:
     ("sources", "options", "wanted"),
     [
         ([], {}, "no document"),
-        ([DataSource("a", np.array([1, 1]))], {}, "no document"),
         ([DataSource("a", np.array([5, T + 1]))], {}, "a are longer than a stream of 64 tokens, the longest has 65"),
-        ([DataSource("a", np.array([5]), weight=0)], {}, "not above 0"),
-        ([DataSource("a", np.array([5]), share=0.5), DataSource("b", np.array([5]))], {}, "b has no share"),
         ([DataSource("a", np.array([5]))], dict(streams=3), "give one of them"),
         ([DataSource("a", EIGHT)], dict(epochs=1e12),
          r"1e\+12 epochs are 1e\+12 passes over 8 documents; at most 1,000,000,000 .*give fewer epochs"),
@@ -256,11 +253,6 @@ def test_another_format_of_cached_plans_is_another_file(tmp_path: Path, monkeypa
         monkeypatch.setattr(planning, "_CACHE_FORMAT", number)
         three(cache=tmp_path)
     assert len([*tmp_path.iterdir()]) == 2
-
-
-def test_a_share_of_the_first_source_alone_is_missing() -> None:
-    with pytest.raises(mw.DataError, match="a has no share"):
-        Plan([DataSource("a", EIGHT), DataSource("b", EIGHT, share=0.5)], length=T, epochs=1)
 
 
 def test_passes_of_a_number_of_streams() -> None:

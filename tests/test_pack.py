@@ -254,6 +254,7 @@ def test_documents_are_lists_of_ids(documents: Any) -> None:
     ("experts", "message"),
     [
         ([torch.ones(3, 2, 1), torch.ones(2, 2, 1)], "whole numbers"),
+        ([["a"] * 3, [1, 2]], "whole numbers for each"),
         ([torch.ones(3, 2, 1).int(), torch.ones(2, 1, 1).int()], "has the shapes"),
         ([torch.ones(3, 2, 1).int(), torch.ones(1, 2, 1).int()], "has the shapes"),
         ([torch.ones(3, 2).int(), torch.ones(2, 2).int()], "whole numbers"),
