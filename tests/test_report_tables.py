@@ -212,12 +212,15 @@ def test_a_model_that_is_trained_whole_has_no_trained_part() -> None:
 def test_config_fields_that_differ() -> None:
     """A broken config has no fields; output and logging do not count, but names that begin alike do."""
     configs = [
-        "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1",
-        "steps = [1, 3]\nout = 'b'\nlogs = 2",
+        "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1\n[[data]]\nx = 1\n[[data]]\nx = false",
+        "steps = [1, 3]\nout = 'b'\nlogs = 2\n[[data]]\nx = 1\n[[data]]\nx = true",
         "==",
     ]
     rows = summary.differing_fields([Run("r", {}, {"config.toml": text}) for text in configs])
-    assert rows == [["steps", "[1, 2]", "[1, 3]", ""], ["output", "1", "", ""], ["logs", "1", "2", ""]]
+    assert rows == [
+        ["steps", "[1, 2]", "[1, 3]", ""], ["output", "1", "", ""], ["logs", "1", "2", ""],
+        ["data[0].x", "1", "1", ""], ["data[1].x", "false", "true", ""],
+    ]  # fmt: skip
 
 
 def test_images_of_a_run_are_a_few_and_only_base64() -> None:
