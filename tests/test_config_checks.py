@@ -164,16 +164,12 @@ def test_sources_are_those_of_training_and_both_kinds_of_held_out_sets() -> None
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("tp=3 does not divide", ("mesh", "tp")),
-        ("attention=3 is", ("context", "attention")),
-        ("stages=3 is", ("pipeline", "stages")),
-        ("recompute='x' is", ("train", "recompute")),
-        ("labels=() are", ("classify", "labels")),
-        ("lr=3 is", ("optim", "lr")),
-        ("nothing=3 is", ("model",)),
+        ("tp=3 does not divide", ("mesh", "tp")), ("attention=3 is", ("context", "attention")),
+        ("stages=3 is", ("pipeline", "stages")), ("recompute='x' is", ("train", "recompute")),
+        ("labels=() are", ("classify", "labels")), ("lr=3 is", ("optim", "lr")), ("nothing=3 is", ("model",)),
         ("does tp=3 divide", ("model",)),
     ],
-)
+)  # fmt: skip
 def test_a_message_about_an_option_leads_to_its_section(text: str, place: tuple[str, ...]) -> None:
     made = config(objective="classify", classify={"labels": ["a", "b"]})
     assert place_of(text, made, ("model",)) == place

@@ -97,13 +97,10 @@ def test_a_run_goes_on_on_another_mesh(cut: int) -> None:
     assert [d for stream in undisturbed for d in stream] == described(whole(three()))
 
 
-@pytest.mark.parametrize(
-    ("median", "sigma", "length", "most"), [(400, 1.0, 8192, 2.0), (600, 1.2, 8192, 2.0), (2000, 1.0, 8192, 2.0)]
-)
-def test_packing_wastes_little(median: float, sigma: float, length: int, most: float) -> None:
-    each = lengths(20_000, median, sigma, length)
-    plan = Plan([DataSource("a", each)], length=length, epochs=1)
-    assert 100 * (1 - each.sum() / (plan.num_streams * length)) < most
+def test_packing_wastes_less_than_2_percent() -> None:
+    each = lengths(20_000, 2000, 1.0, 8192)
+    plan = Plan([DataSource("a", each)], length=8192, epochs=1)
+    assert 1 - each.sum() / (plan.num_streams * 8192) < 0.02
 
 
 def test_streams_of_a_window_are_mixed() -> None:
@@ -116,17 +113,6 @@ def test_streams_of_a_window_are_mixed() -> None:
         for numbers, mean in ((range(half), begin), (range(half, 2 * half), end)):
             mean.append(np.mean([len(p) for j in numbers for p in plan.stream(window.first + j)]))
     assert np.mean(begin) == pytest.approx(np.mean(end), rel=0.05)
-
-
-def test_long_documents_are_cut() -> None:
-    sizes = np.array([T, T + 1, 2 * T, 3 * T + 5, 2, 2 * T + 1])
-    plan = Plan([DataSource("a", sizes, cut=True)], length=T, epochs=1)
-    pieces = sorted((p.document, p.start, p.stop) for p in whole(plan))
-    for document, size in enumerate(sizes):
-        local = [(a, b) for d, a, b in pieces if d == document]
-        assert [a for a, _ in local] == [0, *(b for _, b in local[:-1])]
-        assert local[-1][1] == size
-        assert all(2 <= b - a <= T for a, b in local)
 
 
 def test_epochs_that_hold_no_document_are_passed_over() -> None:
@@ -150,16 +136,6 @@ def test_shares_of_tokens() -> None:
 def test_too_short_documents_are_left_out() -> None:
     plan = Plan([DataSource("a", np.array([1, 5, 0, 6]))], length=T, epochs=1)
     assert sorted(p.document for p in whole(plan)) == [1, 3]
-
-
-def test_every_document_fits_best() -> None:
-    streams = best_fit([60, 30, 30, 4, 33], 64)
-    assert sorted(map(sorted, streams)) == [[0, 3], [1, 2], [4]] or sorted(map(sorted, streams)) == [
-        [0, 3],
-        [1, 4],
-        [2],
-    ]
-    assert best_fit([], 64) == []
 
 
 @pytest.mark.parametrize(
@@ -299,8 +275,7 @@ def test_a_share_is_one_token_of_the_run_or_more(share: float, passes: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("size", "cuts"),
-    [(2, [0, 2]), (7, [0, 7]), (8, [0, 6, 8]), (9, [0, 7, 9]), (15, [0, 7, 13, 15]), (14, [0, 7, 14])],
+    ("size", "cuts"), [(2, [0, 2]), (7, [0, 7]), (8, [0, 6, 8]), (9, [0, 7, 9]), (15, [0, 7, 13, 15]), (14, [0, 7, 14])]
 )
 def test_a_last_piece_has_two_tokens_or_more(size: int, cuts: list[int]) -> None:
     plan = Plan([DataSource("a", np.array([size]), cut=True)], length=7, epochs=1)
@@ -346,3 +321,4 @@ def test_streams_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_fit_takes_equal_documents_in_their_order() -> None:
     assert best_fit([3, 7, 3, 4, 6, 3], 10) == [[1, 0], [4, 3], [2, 5]]
     assert best_fit([5, 5, 5], 10) == [[0, 1], [2]]
+    assert best_fit([], 10) == []

@@ -276,15 +276,11 @@ def test_experts_are_small_numbers() -> None:
 @pytest.mark.parametrize(
     ("labels", "refused"),
     [
-        ([1, 2, -100, -100, -100], True),
-        ([-100, -100, -100, -100, 5], False),
-        ([-100, 2, 3, -100, -100], True),
-        ([2, 3, -100, 5, -100], False),
-        ([1, 3, -100, -100, -100], False),
-        ([-100, 2, -100, 4, -100], True),
+        ([1, 2, -100, -100, -100], True), ([-100, -100, -100, -100, 5], False), ([-100, 2, 3, -100, -100], True),
+        ([2, 3, -100, 5, -100], False), ([1, 3, -100, -100, -100], False), ([-100, 2, -100, 4, -100], True),
         ([-100, -100, 3, -100, 5], False),
     ],
-)
+)  # fmt: skip
 def test_labels_that_repeat_their_tokens_are_refused(labels: list[int], refused: bool) -> None:
     """At the last token of a document there is no next token that a label could differ from."""
     check_labels([[1, 2, 3], [4, 5]], [labels[:3], labels[3:]], refused)

@@ -31,7 +31,6 @@ from meshwright.plan.search import (
     _drop_slow_replicas,
     _Estimated,
     cuts,
-    divisors,
 )
 from meshwright.plan.step_time import estimate
 from meshwright.plan.terminal import command
@@ -155,19 +154,10 @@ def test_candidate_meshes() -> None:
     blueprint = Blueprint.of(config)
     size = Size(16, 4, 4096, 16 * 4096)
     candidates = cuts(blueprint, size, mw.AdamW())
-    assert len({(*asdict(cut.axes).values(),) for cut in candidates}) == len(candidates)
-    for axes, num in ((cut.axes, cut.num_batches) for cut in candidates):
-        assert axes.world == 16
-        assert axes.num_data_ranks * num == 16
-        assert max(axes.tp, axes.cp) <= 4
-        assert axes.pp in (1, *range(num + 1))
-        assert objections(blueprint, asdict(axes), num) == [], axes
-        assert axes.replicate == 1 or axes.fsdp * axes.cp * axes.tp >= 4
+    assert all(objections(blueprint, asdict(cut.axes), cut.num_batches) == [] for cut in candidates)
     assert {cut.axes.pp for cut in candidates} == {1, 2, 4, 8}
     assert {cut.axes.ep for cut in candidates} == {1, 2, 4, 8}
     assert {cut.axes.tp for cut in candidates} == {1, 2, 4}
-    of_tp = [tp for tp in divisors(16) if not objections(blueprint, dict(tp=tp))]
-    assert {1, 2, 4} == {*of_tp}
     three = cuts(Blueprint.of(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), mw.AdamW())
     assert {str(cut.axes) for cut in three} == {"fsdp=3"}, "two layers, four heads; cp is a power of two"
 

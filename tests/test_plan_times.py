@@ -214,10 +214,3 @@ def test_bars_of_collectives_are_as_long_as_these_take() -> None:
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize("options", [["--between", "0"], ["--flops", "many"], ["--gpus-per-node", "0"]])
-def test_what_is_no_amount(options: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "tiny-qwen3", *options])
-    assert stopped.value.code == 2
