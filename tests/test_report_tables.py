@@ -228,7 +228,10 @@ def test_images_of_a_run_are_a_few_and_only_base64() -> None:
     bad: list[Any] = [{"file": "x", "jpeg": text} for text in ('QQ=="><b>', "", "A" * 40_001)]
     images_of = lambda listed: summary.images(Run("r", {}, {"images.json": json.dumps({"images": listed})}))  # noqa: E731
     assert images_of(good) == [(f"{n}.png", f"row {n}", "QUJD" if n else "QQ==") for n in range(8)]
-    assert images_of(["text", *bad, good[0], {"jpeg": "QQ"}]) == [("0.png", "row 0", "QQ=="), ("", "", "QQ")]
+    assert images_of(["text", {"file": 1}, *bad, good[0], {"jpeg": "QQ"}]) == [
+        ("0.png", "row 0", "QQ=="),
+        ("", "", "QQ"),
+    ]
     assert images_of({"0": good[0]}) == images_of(None) == []
 
 
