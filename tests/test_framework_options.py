@@ -153,6 +153,9 @@ def test_areals_optimizer_keeps_its_numbers() -> None:
 @pytest.mark.parametrize(("kind", "least"), [("linear", 0.0), ("cosine", 0.1), ("constant", 0.1)])
 def test_areals_schedules_that_all_its_engines_agree_on(kind: str, least: float) -> None:
     areal_options.check_schedule(fake_areal.OptimizerConfig(lr_scheduler_type=kind, min_lr_ratio=least))
+    if kind == "linear":
+        with pytest.raises(mw.ConfigError, match=r"min_lr_ratio=0\.1"):
+            areal_options.check_schedule(fake_areal.OptimizerConfig(lr_scheduler_type=kind, min_lr_ratio=0.1))
 
 
 @pytest.mark.parametrize(
