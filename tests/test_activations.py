@@ -28,7 +28,7 @@ from meshwright.ops import meta_kernels
 from meshwright.recipe import Recipe
 from meshwright.sharding import GATHERED, GRADIENTS, ShardingSpec
 from meshwright.train.config_model import warn_of_memory
-from tests import parts, seeing, tiny, trials
+from tests import parts, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS = 2048
@@ -115,28 +115,6 @@ def test_zero_bubble_counts_all_gradients() -> None:
     held = most_held(spec, Axes(pp=2), 0, replace(passing(num_batches=2), tokens=16))
     local = [param for stage in spec.stages(Axes(pp=2), 0) for unit in stage.units for param in unit.params]
     assert held[GRADIENTS] == 4 * sum(spec.table[name].numel for name in local)
-
-
-def test_gradients_of_a_tower_are_counted() -> None:
-    blueprint = Blueprint.of(seeing.of("qwen3_vl"), None, Recipe(tower=True))
-    held = held_while_training(BF16, frozenset(blueprint.table.params))
-    all_at_once, fullest = (
-        sum(s.num_bytes for s in Need(blueprint.spec, Axes(), held, each).stored())
-        for each in (None, replace(passing(), tokens=16))
-    )
-    assert all_at_once <= fullest
-
-
-def test_a_second_micro_batch_meets_all_gradients() -> None:
-    blueprint = Blueprint.of(tiny.of("qwen3", **LARGE))
-    held = held_while_training(BF16, frozenset(blueprint.table.params))
-    first, second = (
-        {s.what: s.num_bytes for s in Need(blueprint.spec, Axes(), held, passing(num_batches=num)).stored()}
-        for num in (1, 2)
-    )
-    assert second[GRADIENTS] == 4 * sum(param.numel for param in blueprint.table)
-    assert first[GRADIENTS] < second[GRADIENTS]
-    assert sum(first.values()) < sum(second.values())
 
 
 # A few layers of each kind run; the others are extrapolated.

@@ -57,6 +57,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Documents:
 
 def test_documents_of_several_batches_and_files(documents: Documents, tmp_path: Path) -> None:
     assert len(documents._ids) == 4
+    assert not documents.tokens(0).ids.flags.owndata, "they stay in the file"
     made = [documents.tokens(number) for number in range(len(documents))]
     assert ["".join(map(chr, each.ids)) for each in made] == ["abcde", "ghIJK", "LMNOP", "rs", "tuvwx"]
     assert [each.spans for each in made] == [((1, 3), (4, 5)), ((1, 2),), (), ((0, 2),), ((1, 4),)]

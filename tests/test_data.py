@@ -17,7 +17,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
-from tests import tiny, trials, worlds
+from tests import tiny, worlds
 from tests.trials import build, said
 from tests.words import words
 
@@ -97,9 +97,8 @@ def ratios(source: Path, mesh: dict[str, int]) -> tuple[list[float], list[float]
     return by_document, seen, repr(again)
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(tp=2)], ids=trials.named)
-def test_logprobs_feed_fields(source: Path, mesh: dict[str, int]) -> None:
-    for by_document, both, text in worlds.run(trials.world_of(mesh), ratios, source, mesh):
+def test_logprobs_feed_fields(source: Path) -> None:
+    for by_document, both, text in worlds.run(2, ratios, source, dict(tp=2)):
         assert by_document
         assert both == pytest.approx([1.0] * len(both), abs=1e-12)
         assert text == "Batch(2 documents, 8 tokens of which 2 are padding, 3 targets, fields old)"

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshwright as mw
-from meshwright.data import cached_documents, row_files, token_cache
+from meshwright.data import row_files, token_cache
 from meshwright.data.row_files import place_of, rows_of, shards_of
 from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
@@ -44,17 +44,6 @@ def recipe(*files: Path, **options: Any) -> TokenizeSpec:
 
 def texts(documents: Documents) -> list[str]:
     return ["".join(map(chr, documents.tokens(at).ids)) for at in range(len(documents))]
-
-
-def test_documents_come_back(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", [{"text": "one TWO three"}, {"text": "four"}])
-    result = prepare(recipe(file), tmp_path / "cache")
-    assert texts(result) == ["one", "three", "four"]  # TWO has nothing to learn
-    assert result.lengths.tolist() == [3, 5, 4]
-    assert result.tokens(1).spans == ((0, 5),)
-    assert not result.tokens(1).ids.flags.owndata
-    assert [result.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    assert result.statistics == cached_documents.Statistics(2, 0, 0, 3, 12, 9, 5)
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

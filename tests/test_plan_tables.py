@@ -13,9 +13,8 @@ from meshwright.axes import Axes
 from meshwright.plan import figures as plan_figures
 from meshwright.plan import html, page, svg
 from meshwright.plan.figures import Figures, RankMemory, live_axes
-from meshwright.plan.mesh_checks import reasons, smaller
+from meshwright.plan.mesh_checks import reasons
 from meshwright.plan.pipeline_timing import StageLine, layers_of_stage
-from meshwright.plan.svg import _caption
 from meshwright.plan.tables import ChargeLine, _pattern, axis_lines, charge_lines, ranges
 from meshwright.plan.terminal import placement
 from meshwright.plan.wording import in_unit, kind, large, peak_note, roughly, saved, span, unit_of
@@ -157,7 +156,6 @@ def test_placements_and_reasons() -> None:
     assert layers_of_stage(StageLine(2, 4, 6, 0.5)) == "stage 2: layers 4-6"
     assert reasons(["one"]) == "one"
     assert reasons(["one", "two"]) == "the mesh is impossible, for 2 reasons:\n  - one\n  - two"
-    assert smaller(Axes(fsdp=9, tp=10, ep=15)) == Axes(fsdp=3, tp=2, ep=3)
 
 
 def test_bars_are_shares_of_the_whole() -> None:
@@ -211,16 +209,6 @@ def test_blocks_of_a_diagram() -> None:
     for text in ("and 89 ranks like these, to rank 138", "one of 3 places on pp", "one of 2 such replicas"):
         assert text in more
     assert svg._more(Axes(pp=2, fsdp=10), svg.Blocks(3, 4, 10, 10, (0, 10))) == ""
-
-
-def test_captions_of_the_mesh() -> None:
-    plain, replicas = _caption(Axes(fsdp=4)), _caption(Axes(replicate=2, fsdp=4))
-    assert plain == "Each cell is a rank, and its shade is its data rank."
-    assert replicas == "One replica of 2 is shown. " + plain
-    assert _caption(Axes(pp=2, fsdp=2, ep=2)) == (
-        "The ranks of a place on pp hold the same layers. Each cell is a rank, and its shade is its place on ep: ranks "
-        "of one shade hold the same experts of a place."
-    )
 
 
 @pytest.mark.parametrize(

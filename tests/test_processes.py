@@ -18,7 +18,6 @@ import pytest
 
 import meshwright as mw
 from meshwright.train import failure, lock, processes, rank
-from meshwright.train import rank as stop
 from meshwright.train.run import run
 from tests import worlds
 from tests.runs import chats, file_of
@@ -106,19 +105,6 @@ def test_how_ranks_end(
     assert (result.failure and result.failure.rank) == first
     assert says in str(result.failure or "")
     assert all(process.poll() is not None for process in started)
-
-
-def test_signals_are_noted_and_those_of_nohup_left_alone() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop.record_signals() as requested:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                signal.raise_signal(number)
-        assert requested == [signal.SIGTERM, signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
 
 
 def refused(path: Path) -> str:
@@ -300,6 +286,12 @@ def test_signals_are_handled_in_the_main_thread_alone(signals_not_ignored: None)
         signal.raise_signal(HUP)
         signal.raise_signal(signal.SIGQUIT)
     assert received == [HUP, signal.SIGQUIT]
+    signal.signal(HUP, signal.SIG_IGN)  # as nohup does
+    with rank.record_signals() as received:
+        signal.raise_signal(HUP)
+        signal.raise_signal(TERM)
+    assert received == [TERM]
+    assert signal.getsignal(TERM) == before[TERM]
 
 
 def test_a_rank_dies_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
