@@ -42,6 +42,7 @@ def test_as_pack_makes_them(seed: int) -> None:
 def test_behind_the_end_is_filler() -> None:
     empty = batch_of([], 8)
     assert (empty.num_targets, empty.num_filler, empty.bounds) == (0, 8, (0, 8))
+    assert batch_of([], 4, []).fields["source"].tolist() == [0, 0, 0, 0]
 
 
 @pytest.fixture
