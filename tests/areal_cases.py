@@ -233,7 +233,7 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
     results["weights"] = mw.gather(engine.model)
     sent = engine._rollout.group.sent if engine._rollout.group else []
     results["sent"] = [x.clone() for x in sent]
-    results["refused"] = refused(engine, parallel)
+    results["refused"] = refused(engine)
     results["configs"] = configs(source)
     results["reference"] = reference(source, files)
     return results
@@ -249,12 +249,10 @@ def to_servers(engine: Any, meta: Any) -> tuple[list[str], list[str]]:
     return servers.calls, [f"{spec.name} {spec.dtype} {spec.shape}" for specs in servers.specs for spec in specs]
 
 
-def refused(engine: Any, parallel: Any) -> dict[str, str]:
+def refused(engine: Any) -> dict[str, str]:
     """Return the refusals on all ranks, though only one of them may be wrong."""
     calls, rank = (plain, count), engine.data_parallel_rank
     given = share(engine)
-    gap = {**given, "attention_mask": given["attention_mask"].flip(1)}
-    staged = type("Allocation", (), dict(parallel=type("Parallel", (), dict(pipeline_parallel_size=2))))
 
     def broken(*args: Any) -> Tensor:
         if rank:
@@ -263,17 +261,12 @@ def refused(engine: Any, parallel: Any) -> dict[str, str]:
 
     acts: dict[str, Callable[[], Any]] = {
         "images": lambda: engine.forward({**given, "multi_modal_input": [{"pixel_values": 1}] * 4 if rank else [{}]}),
-        "gap": lambda: engine.forward(gap),
-        "mask": lambda: engine.forward({"input_ids": given["input_ids"]}),
-        "lengths": lambda: engine.forward(given, output_seqlens=[1, 2, 3, 4]),
-        "weights": lambda: engine.train_batch(given, plain, lambda mb: torch.tensor(0)),
         "loss": lambda: engine.train_batch(given, broken, calls[1]),
         "judge": lambda: engine.eval_batch(given, broken, calls[1]),
         "too few": lambda: engine.forward({name: x[:1] for name, x in given.items()} if rank else given),
         "logits": lambda: engine.forward_backward_batch([], None),
         "format": lambda: engine.save(SaveLoadMeta("x", "gguf", with_optim=False)),
         "awex": lambda: engine.update_weights(WeightUpdateMeta("awex")),
-        "stages": lambda: engine.update_weights(WeightUpdateMeta("xccl", gen_allocation=staged)),
     }
     engine.config.mb_spec.n_mbs = 2
     return {name: refusal(act) for name, act in acts.items()}
@@ -281,21 +274,11 @@ def refused(engine: Any, parallel: Any) -> dict[str, str]:
 
 def configs(source: Path) -> dict[str, str]:
     """Configs that ask for what is not done."""
-    other = fake_areal.OtherEngineConfig(virtual_pipeline_parallel_size=2)
-    made = {
-        "use_kernels": dict(use_kernels=True), "enable_tree_training": dict(enable_tree_training=True),
-        "grad_reduce_dtype": dict(grad_reduce_dtype="bfloat16"), "optimizer_dtype": dict(optimizer_dtype="bfloat16"),
-        "fsdp.per_layer_optim_step": dict(fsdp=fake_areal.FSDPEngineConfig(per_layer_optim_step=True)),
-        "optimizer.type": dict(optim=dict(type="sgd")), "attn_impl": dict(attn_impl="org/kernels"),
-        "megatron.virtual_pipeline_parallel_size": dict(megatron=other),
-        "peft_type": dict(use_lora=True, peft_type="ia3"),
-    }  # fmt: skip
-    make = lambda changes: backend().MeshwrightEngine(config_of(source, **changes))  # noqa: E731 - short
-    refusals = {name: refusal(functools.partial(make, changes)) for name, changes in made.items()}
-    refusals["dtype"] = refusal(lambda: engine_of(config_of(source, dtype="float16"), dict(fsdp=2)))
-    linear = fake_areal.OptimizerConfig(lr_scheduler_type="linear", min_lr_ratio=0.1)
-    refusals["min_lr_ratio"] = refusal(lambda: backend().MeshwrightEngine(config_of(source, optimizer=linear)))
-    return refusals
+    kernels = config_of(source, use_kernels=True)
+    return {
+        "use_kernels": refusal(lambda: backend().MeshwrightEngine(kernels)),
+        "dtype": refusal(lambda: engine_of(config_of(source, dtype="float16"), dict(fsdp=2))),
+    }
 
 
 def reference(source: Path, files: Any) -> tuple[bool, str, str, float]:

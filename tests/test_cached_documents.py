@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Documents:
 
 def test_documents_of_several_batches_and_files(documents: Documents, tmp_path: Path) -> None:
     assert len(documents._ids) == 4
+    assert not documents.tokens(0).ids.flags.owndata, "they stay in the file"
     made = [documents.tokens(number) for number in range(len(documents))]
     assert ["".join(map(chr, each.ids)) for each in made] == ["abcde", "ghIJK", "LMNOP", "rs", "tuvwx"]
     assert [each.spans for each in made] == [((1, 3), (4, 5)), ((1, 2),), (), ((0, 2),), ((1, 4),)]
@@ -227,3 +229,33 @@ def test_a_source_keeps_its_weight_share_and_checksum(documents: Documents) -> N
     assert (made.name, made.weight, made.share, made.cut, made.content) == ("d", 1.5, 0.25, False, documents.content)
     assert made.lengths.tolist() == [0, 0, 0, 2, 0]
     assert source_of(documents, 5, too_long="drop").lengths.tolist() == [5, 5, 5, 2, 5]
+
+
+def _make(_row: Any) -> Sequence[Any]:
+    return []
+
+
+def test_whatever_changes_documents_changes_their_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file in (first, second):
+        file.write_text("{}\n")
+    made = dict(name="d", files=(first,), make=_make, settings_key="s")
+    key = lambda **changes: TokenizeSpec(**{**made, **changes}).fingerprint  # noqa: E731 - short
+    same = key()
+    assert key(name="e", unused=lambda _: set()) == same
+    others = [
+        key(settings_key="t"), key(split="line"), key(on_bad="skip"), key(files=(second,)), key(files=(first, second)),
+        key(files=(second, first)),
+    ]  # fmt: skip
+    at = first.stat()
+    for text in ("[]\n", "{}  \n"):  # of the same size and time, then of another size
+        first.write_text(text)
+        os.utime(first, ns=(at.st_atime_ns, at.st_mtime_ns))
+        others.append(key())
+    os.utime(first, ns=(at.st_atime_ns, at.st_mtime_ns + 1))
+    others.append(key())
+    with monkeypatch.context() as patched:
+        patched.setattr(token_cache, "_VERSION", "another")
+        others.append(key())
+    assert len({same, *others}) == 1 + len(others)
+    assert len(same) == 32

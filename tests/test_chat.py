@@ -13,6 +13,8 @@ import meshwright as mw
 from meshwright.data import chat as chats
 from meshwright.data.chat import Chat, ChatOptions
 from meshwright.data.chat_formats import conversation
+from meshwright.data.message_parts import Attachments
+from meshwright.data.messages import message_of
 from meshwright.data.tokens import Tokens
 from tests import parts
 from tests.templates import GOOD, KEPT, REFUSED, tokenizer
@@ -263,3 +265,70 @@ def test_planted_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch, name: str)
     monkeypatch.setattr(*PLANTS[name])  # type: ignore[arg-type]
     with pytest.raises((AssertionError, mw.DataError)):
         check_all("hybrid", {}, 20)
+
+
+@pytest.mark.parametrize(
+    ("row", "images", "videos"),
+    [
+        (dict(image="a.png"), ["a.png"], []), (dict(images="a.png"), ["a.png"], []),
+        (dict(images=["a.png", "b.png"]), ["a.png", "b.png"], []), (dict(images=("a.png",)), ["a.png"], []),
+        (dict(images=[], image="a.png"), ["a.png"], []), (dict(images=["b.png"], image="a.png"), ["b.png"], []),
+        (dict(video="a.mp4"), [], ["a.mp4"]), (dict(videos=["a.mp4"]), [], ["a.mp4"]), (dict(images=None), [], []),
+        (dict(image={"url": "a.png"}), [{"url": "a.png"}], []),
+    ],
+)  # fmt: skip
+def test_attachments_of_a_row(row: dict[str, Any], images: list[Any], videos: list[Any]) -> None:
+    made = Attachments(row)
+    assert made.left == {"image": images, "video": videos}
+    assert made.num == {"image": len(images), "video": len(videos)}
+
+
+def test_attachments_are_used_in_order_and_counted() -> None:
+    made = Attachments(dict(images=["a.png", {"path": "b.png"}], video="c.mp4"))
+    assert made.parts("x<image><video> y<image>", 0) == [
+        {"type": "text", "text": "x"}, {"type": "image", "image": "a.png"}, {"type": "video", "video": "c.mp4"},
+        {"type": "text", "text": " y"}, {"type": "image", "image": "b.png"},
+    ]  # fmt: skip
+    made.check_all_shown()
+    with pytest.raises(mw.DataError, match="message 4 shows one more image than the row has: 2 in 'images'"):
+        made.parts("<image>", 4)
+    unused = Attachments(dict(images=["a.png", "b.png"]))
+    unused.parts("<image>", 0)
+    with pytest.raises(mw.DataError, match="the row has 2 images, and its messages show 1"):
+        unused.check_all_shown()
+
+
+SHAREGPT, OPENAI = {"from": "human", "value": "U"}, {"role": "user", "content": "U"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [
+        (SHAREGPT, OPENAI), (OPENAI, OPENAI), ({**SHAREGPT, "name": "n", "weight": None}, {**OPENAI, "name": "n"}),
+        ({**SHAREGPT, "role": None}, OPENAI), ({**OPENAI, **SHAREGPT}, {**OPENAI, **SHAREGPT}),
+        ({**SHAREGPT, "from": "gpt"}, {"role": "assistant", "content": "U"}),
+    ],
+)  # fmt: skip
+def test_names_of_message_fields(raw: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """A role is never replaced by `from`."""
+    assert message_of(raw, 0, Attachments({})) == wanted
+
+
+FLAG = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+    "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (dict(), "unset"), (dict(thinking=True), "True"), (dict(thinking=False), "False"),
+        (dict(thinking=True, template_args={"enable_thinking": False}), "False"),
+        (dict(template_args={"enable_thinking": 3}), "3"),
+    ],
+)  # fmt: skip
+def test_thinking_of_a_prompt(options: dict[str, Any], flag: str) -> None:
+    """With thinking="auto" the template decides; its arguments override the option."""
+    chat = Chat(tokenizer(), ChatOptions(template=FLAG, **options))
+    assert tokenizer().decode(chat.prompt("U")) == f"user:U{flag}"

@@ -83,6 +83,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a set without a name": (held_out({}, {"name": ""}), ["eval.sets[1].name"]),
     "a set named like a source": ({**sources({"name": "set 0"}), **held_out({})}, []),
     "decay of a linear rate": ({"optim": {"schedule": "linear", "decay": 0.5}}, ["optim.decay"]),
+    "a final rate of a constant one": ({"optim": {"schedule": "constant", "final": 0.5}}, ["optim.final"]),
+    "the default as a final rate": ({"optim": {"schedule": "constant", "final": 0.0}}, []),
+    "a final rate": ({"optim": {"schedule": "linear", "final": 0.5}}, []),
     "decay": ({"optim": {"schedule": "wsd", "decay": 0.5, "final": 0.1}}, []),
     "path and sets": ({"eval": {"path": "y", "sets": [{"path": "z", "name": "a"}]}}, ["eval.sets"]),
     "best of nothing": ({"eval": {"best": True}}, ["eval.path"]),
@@ -164,16 +167,12 @@ def test_sources_are_those_of_training_and_both_kinds_of_held_out_sets() -> None
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("tp=3 does not divide", ("mesh", "tp")),
-        ("attention=3 is", ("context", "attention")),
-        ("stages=3 is", ("pipeline", "stages")),
-        ("recompute='x' is", ("train", "recompute")),
-        ("labels=() are", ("classify", "labels")),
-        ("lr=3 is", ("optim", "lr")),
-        ("nothing=3 is", ("model",)),
+        ("tp=3 does not divide", ("mesh", "tp")), ("attention=3 is", ("context", "attention")),
+        ("stages=3 is", ("pipeline", "stages")), ("recompute='x' is", ("train", "recompute")),
+        ("labels=() are", ("classify", "labels")), ("lr=3 is", ("optim", "lr")), ("nothing=3 is", ("model",)),
         ("does tp=3 divide", ("model",)),
     ],
-)
+)  # fmt: skip
 def test_a_message_about_an_option_leads_to_its_section(text: str, place: tuple[str, ...]) -> None:
     made = config(objective="classify", classify={"labels": ["a", "b"]})
     assert place_of(text, made, ("model",)) == place

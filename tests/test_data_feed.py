@@ -15,7 +15,7 @@ from meshwright.data.feed import Feed, batch_of, source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.texts import Ready
 from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
-from meshwright.data.tokens import Tokens, tokens
+from meshwright.data.tokens import tokens
 from meshwright.train.data_sources import TrainingData
 
 
@@ -42,6 +42,7 @@ def test_as_pack_makes_them(seed: int) -> None:
 def test_behind_the_end_is_filler() -> None:
     empty = batch_of([], 8)
     assert (empty.num_targets, empty.num_filler, empty.bounds) == (0, 8, (0, 8))
+    assert batch_of([], 4, []).fields["source"].tolist() == [0, 0, 0, 0]
 
 
 @pytest.fixture
@@ -90,21 +91,6 @@ def test_too_long_documents(source: Documents) -> None:
     [feed] = [Feed([source], cut, micro_batches=1, rank=0, num_ranks=1)]
     targets = sum(feed.step(j).batches[0].num_targets for j in range(cut.num_streams))
     assert targets == int(source.lengths.sum()) - 200 - longer  # the first token of each piece has none before it
-
-
-def test_a_piece_keeps_what_is_learnt_in_it() -> None:
-    from meshwright.data.feed import piece_of
-
-    document = Tokens(tokens(range(10), []).ids, ((2, 5), (7, 9)))
-    assert piece_of(document, 3, 8).spans == ((0, 2), (4, 5))
-    assert piece_of(document, 5, 7).spans == ()
-    assert piece_of(document, 3, 8).ids.tolist() == [3, 4, 5, 6, 7]
-
-
-def test_the_source_of_each_token() -> None:
-    result = batch_of([tokens([1, 2, 3], [(1, 3)]), tokens([4, 5], [(1, 2)])], 8, [1, 0])
-    assert result.fields["source"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
-    assert batch_of([], 4, []).fields["source"].tolist() == [0, 0, 0, 0]
 
 
 def test_a_changed_document_is_another_plan(source: Documents, tmp_path: Path) -> None:

@@ -97,13 +97,10 @@ def test_a_run_goes_on_on_another_mesh(cut: int) -> None:
     assert [d for stream in undisturbed for d in stream] == described(whole(three()))
 
 
-@pytest.mark.parametrize(
-    ("median", "sigma", "length", "most"), [(400, 1.0, 8192, 2.0), (600, 1.2, 8192, 2.0), (2000, 1.0, 8192, 2.0)]
-)
-def test_packing_wastes_little(median: float, sigma: float, length: int, most: float) -> None:
-    each = lengths(20_000, median, sigma, length)
-    plan = Plan([DataSource("a", each)], length=length, epochs=1)
-    assert 100 * (1 - each.sum() / (plan.num_streams * length)) < most
+def test_packing_wastes_less_than_2_percent() -> None:
+    each = lengths(20_000, 2000, 1.0, 8192)
+    plan = Plan([DataSource("a", each)], length=8192, epochs=1)
+    assert 1 - each.sum() / (plan.num_streams * 8192) < 0.02
 
 
 def test_streams_of_a_window_are_mixed() -> None:
@@ -116,17 +113,6 @@ def test_streams_of_a_window_are_mixed() -> None:
         for numbers, mean in ((range(half), begin), (range(half, 2 * half), end)):
             mean.append(np.mean([len(p) for j in numbers for p in plan.stream(window.first + j)]))
     assert np.mean(begin) == pytest.approx(np.mean(end), rel=0.05)
-
-
-def test_long_documents_are_cut() -> None:
-    sizes = np.array([T, T + 1, 2 * T, 3 * T + 5, 2, 2 * T + 1])
-    plan = Plan([DataSource("a", sizes, cut=True)], length=T, epochs=1)
-    pieces = sorted((p.document, p.start, p.stop) for p in whole(plan))
-    for document, size in enumerate(sizes):
-        local = [(a, b) for d, a, b in pieces if d == document]
-        assert [a for a, _ in local] == [0, *(b for _, b in local[:-1])]
-        assert local[-1][1] == size
-        assert all(2 <= b - a <= T for a, b in local)
 
 
 def test_epochs_that_hold_no_document_are_passed_over() -> None:
@@ -152,24 +138,11 @@ def test_too_short_documents_are_left_out() -> None:
     assert sorted(p.document for p in whole(plan)) == [1, 3]
 
 
-def test_every_document_fits_best() -> None:
-    streams = best_fit([60, 30, 30, 4, 33], 64)
-    assert sorted(map(sorted, streams)) == [[0, 3], [1, 2], [4]] or sorted(map(sorted, streams)) == [
-        [0, 3],
-        [1, 4],
-        [2],
-    ]
-    assert best_fit([], 64) == []
-
-
 @pytest.mark.parametrize(
     ("sources", "options", "wanted"),
     [
         ([], {}, "no document"),
-        ([DataSource("a", np.array([1, 1]))], {}, "no document"),
         ([DataSource("a", np.array([5, T + 1]))], {}, "a are longer than a stream of 64 tokens, the longest has 65"),
-        ([DataSource("a", np.array([5]), weight=0)], {}, "not above 0"),
-        ([DataSource("a", np.array([5]), share=0.5), DataSource("b", np.array([5]))], {}, "b has no share"),
         ([DataSource("a", np.array([5]))], dict(streams=3), "give one of them"),
         ([DataSource("a", EIGHT)], dict(epochs=1e12),
          r"1e\+12 epochs are 1e\+12 passes over 8 documents; at most 1,000,000,000 .*give fewer epochs"),
@@ -184,33 +157,6 @@ def test_every_document_fits_best() -> None:
 def test_what_is_refused(sources: list[DataSource], options: dict[str, Any], wanted: str) -> None:
     with pytest.raises(mw.DataError, match=wanted):
         Plan(sources, **{"length": T, "epochs": 1, **options})
-
-
-def _one_order(places: Any, size: int, *key: Any) -> Any:
-    return np.random.default_rng(0).permutation(size)[places]
-
-
-def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
-    return [(0, round(w * len(kept))) for w, kept in zip(plan.weights, plan._usable, strict=True)]
-
-
-SEED = {"seed": 6}
-PLANTS = {
-    "one permutation for all": ("permuted", _one_order, lambda: test_another_seed_or_length_is_another_plan(SEED)),
-    "streams not permuted": ("permuted", lambda places, size, *key: places if "window" in key else permuted(places,
-        size, *key), test_streams_of_a_window_are_mixed),
-    "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
-    "the last stream dropped": ("best_fit", lambda sizes, length: best_fit(sizes, length)[:-1],
-        test_every_document_once_an_epoch),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    attribute, planted, test = PLANTS[name]
-    monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
-    with pytest.raises(AssertionError):
-        test()
 
 
 def test_how_many_epochs_are_done() -> None:
@@ -286,11 +232,6 @@ def test_another_format_of_cached_plans_is_another_file(tmp_path: Path, monkeypa
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_a_share_of_the_first_source_alone_is_missing() -> None:
-    with pytest.raises(mw.DataError, match="a has no share"):
-        Plan([DataSource("a", EIGHT), DataSource("b", EIGHT, share=0.5)], length=T, epochs=1)
-
-
 def test_passes_of_a_number_of_streams() -> None:
     """An epoch has 2 x (4 + 6) + 0.5 x 10 tokens, without the document of one token; 10 streams of 8 take 80."""
     sources = [DataSource("a", np.array([4, 1, 6]), weight=2), DataSource("b", np.array([5, 5]), weight=0.5)]
@@ -335,8 +276,7 @@ def test_a_share_is_one_token_of_the_run_or_more(share: float, passes: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("size", "cuts"),
-    [(2, [0, 2]), (7, [0, 7]), (8, [0, 6, 8]), (9, [0, 7, 9]), (15, [0, 7, 13, 15]), (14, [0, 7, 14])],
+    ("size", "cuts"), [(2, [0, 2]), (7, [0, 7]), (8, [0, 6, 8]), (9, [0, 7, 9]), (15, [0, 7, 13, 15]), (14, [0, 7, 14])]
 )
 def test_a_last_piece_has_two_tokens_or_more(size: int, cuts: list[int]) -> None:
     plan = Plan([DataSource("a", np.array([size]), cut=True)], length=7, epochs=1)
@@ -382,3 +322,4 @@ def test_streams_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_fit_takes_equal_documents_in_their_order() -> None:
     assert best_fit([3, 7, 3, 4, 6, 3], 10) == [[1, 0], [4, 3], [2, 5]]
     assert best_fit([5, 5, 5], 10) == [[0, 1], [2]]
+    assert best_fit([], 10) == []

@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshwright as mw
-from meshwright.data import cached_documents, row_files, token_cache
-from meshwright.data.row_files import Shard, files_of, place_of, rows_of, shards_of
-from meshwright.data.texts import Ready, Texts
+from meshwright.data import row_files, token_cache
+from meshwright.data.row_files import place_of, rows_of, shards_of
 from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.errors import counted
 from tests import parts
-from tests.templates import tokenizer
 
 
 def letters(row: Mapping[str, Any]) -> list[Tokens]:
@@ -47,17 +44,6 @@ def recipe(*files: Path, **options: Any) -> TokenizeSpec:
 
 def texts(documents: Documents) -> list[str]:
     return ["".join(map(chr, documents.tokens(at).ids)) for at in range(len(documents))]
-
-
-def test_documents_come_back(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", [{"text": "one TWO three"}, {"text": "four"}])
-    result = prepare(recipe(file), tmp_path / "cache")
-    assert texts(result) == ["one", "three", "four"]  # TWO has nothing to learn
-    assert result.lengths.tolist() == [3, 5, 4]
-    assert result.tokens(1).spans == ((0, 5),)
-    assert not result.tokens(1).ids.flags.owndata
-    assert [result.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    assert result.statistics == cached_documents.Statistics(2, 0, 0, 3, 12, 9, 5)
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,58 +111,12 @@ def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCap
     assert f"{file}:8: no token of it is trained on" in listing.read_text()
 
 
-def test_all_files_without_a_row(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", [{"text": "UPPER"}])
-    with pytest.raises(mw.DataError, match="no row of data can be trained on: 1 were read"):
-        prepare(recipe(file), tmp_path / "cache")
-
-
-def test_texts_of_files(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("one\ntwo\n\n\nthree\n")
-    result = {split: [row.values["text"] for shard in shards_of([file], split) for row in rows_of(shard)]
-             for split in ("file", "paragraph", "line")}  # fmt: skip
-    assert result == {
-        "file": ["one\ntwo\n\n\nthree\n"],
-        "paragraph": ["one\ntwo", "three"],
-        "line": ["one", "two", "three"],
-    }
-    assert [row.at for row in rows_of(Shard(file, 0, 20, "paragraph"))] == [0, 10]
-
-
 def test_tables(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [f"w{n}" for n in range(10)]}), file, row_group_size=4)
     result = prepare(recipe(file), tmp_path / "cache")
     assert texts(result) == [f"w{n}" for n in range(10)]
     assert result.place(9) == f"{file}, row 9"
-
-
-def test_files_of_a_directory(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.txt", "c.py", "in/d.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert [file.name for file in files_of(tmp_path)] == ["a.txt", "b.jsonl", "d.jsonl"]
-    for path, wanted in ((tmp_path / "c.py", "is not a .jsonl"), (tmp_path / "no", "neither a file nor a directory")):
-        with pytest.raises(mw.DataError, match=wanted):
-            files_of(path)
-
-
-def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
-    """Size and modification time are those of the old file."""
-    file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
-    before = file.stat()
-    assert texts(prepare(recipe(file), tmp_path / "cache")) == ["one"]
-    lines(file, [{"text": "two"}])
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert file.stat().st_size == before.st_size
-    assert texts(prepare(recipe(file), tmp_path / "cache")) == ["two"]
-
-
-@pytest.mark.parametrize("change", [dict(settings_key="other"), dict(split="line"), dict(on_bad="skip")], ids=str)
-def test_another_recipe_is_another_cache(tmp_path: Path, change: dict[str, Any]) -> None:
-    file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
-    assert replace(recipe(file), **change).fingerprint != recipe(file).fingerprint == recipe(file).fingerprint
 
 
 def truncated(file: Path) -> None:
@@ -261,40 +201,3 @@ def test_two_processes_do_it_once(tmp_path: Path) -> None:
         child.join()
     assert [child.exitcode for child in both] == [0, 0]
     assert (tmp_path / "made").read_text() == "x" * 20
-
-
-def test_texts_and_ready_tokens() -> None:
-    [made] = Texts(tokenizer()).documents({"text": "user\nno"})
-    assert tokenizer().decode(made.ids) == "user\nno<|im_end|>"
-    assert made.spans == ((0, len(made.ids)),)
-    ready = Ready(10)
-    assert [d.spans for d in ready.documents({"ids": [1, 2, 3, 4], "trained": [0, 1, 1, 0]})] == [((1, 3),)]
-    assert [d.spans for d in ready.documents({"ids": [1, 2], "trained": [1, 0]})] == [((0, 1),)]
-    assert ready.documents({"ids": []}) == []
-    for row, wanted in (({"ids": [10]}, "from 0 to 9"), ({"ids": [1], "trained": [1, 1]}, "not a list of 1 values")):
-        with pytest.raises(mw.DataError, match=wanted):
-            ready.documents(row)
-
-
-_lines = row_files._lines
-Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
-PLANTS: dict[str, tuple[object, str, object, Test]] = {
-    "empty lines are not counted": (token_cache, "places_of", lambda file,
-        ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats}, lambda at, _,
-        caplog: test_each_bad_row_is_named_by_its_line(at, caplog)),
-    "a line at a border is left out": (row_files, "_lines",
-        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start), lambda at, patch,
-        _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch)),
-    "only size and time are looked at": (token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
-        lambda at, *_: test_a_file_that_changed_is_read_again(at)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_caught(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    where, attribute, planted, test = PLANTS[name]
-    monkeypatch.setattr(where, attribute, planted)
-    with pytest.raises(AssertionError):
-        test(tmp_path, monkeypatch, caplog)

@@ -23,6 +23,7 @@ from tests import fake_areal, fake_verl
     [
         ({}, 1, dict(fsdp=1)),
         (dict(pp=2, replicate=3, cp=2, tp=2, ep=4), 48, dict(pp=2, replicate=3, cp=2, tp=2, ep=4, fsdp=2)),
+        (dict(tp=2, ep=4), 8, dict(tp=2, ep=4, fsdp=4)),  # experts are divided among the same ranks
         (dict(tp=4), 2, dict(tp=4, fsdp=1)),
         (dict(fsdp=None, pp=None, tp=3), 6, dict(tp=3, fsdp=2)),
         (dict(fsdp=3, tp=2), 6, dict(fsdp=3, tp=2)),
@@ -152,6 +153,9 @@ def test_areals_optimizer_keeps_its_numbers() -> None:
 @pytest.mark.parametrize(("kind", "least"), [("linear", 0.0), ("cosine", 0.1), ("constant", 0.1)])
 def test_areals_schedules_that_all_its_engines_agree_on(kind: str, least: float) -> None:
     areal_options.check_schedule(fake_areal.OptimizerConfig(lr_scheduler_type=kind, min_lr_ratio=least))
+    if kind == "linear":
+        with pytest.raises(mw.ConfigError, match=r"min_lr_ratio=0\.1"):
+            areal_options.check_schedule(fake_areal.OptimizerConfig(lr_scheduler_type=kind, min_lr_ratio=0.1))
 
 
 @pytest.mark.parametrize(

@@ -277,15 +277,12 @@ def test_the_diagnosis_comes_before_torch_ends_the_process(timeout_s: float, aft
 @pytest.mark.parametrize(
     ("before", "after", "fate"),
     [
-        (None, None, diagnosis.NEVER),
-        (at(LEFT), at(LEFT), diagnosis.ENDED),
-        (at(RAISED), at(RAISED), diagnosis.FAILED),
-        (at(WORKS), at(WORKS), diagnosis.GONE),
-        (at(WAITS), at(WAITS, beat=11.0), diagnosis.WAITING),
-        (at(WAITS), at(WORKS), diagnosis.BUSY),
+        (None, None, diagnosis.NEVER), (at(LEFT), at(LEFT), diagnosis.ENDED),
+        (at(RAISED), at(RAISED), diagnosis.FAILED), (at(WORKS), at(WORKS), diagnosis.GONE),
+        (at(WAITS), at(WAITS, beat=11.0), diagnosis.WAITING), (at(WAITS), at(WORKS), diagnosis.BUSY),
         (None, at(WORKS), diagnosis.BUSY),
     ],
-)
+)  # fmt: skip
 def test_fates(before: Heartbeat | None, after: Heartbeat | None, fate: str) -> None:
     assert diagnosis._fate_of(before, after, "another host") == fate
 

@@ -15,7 +15,6 @@ from torch.distributed.run import parse_args
 
 import meshwright as mw
 from meshwright.train import rank
-from meshwright.train import rank as stop
 from tests.runs import chats, file_of, source
 
 FILES = Path(__file__).parents[1] / "examples" / "launch"
@@ -97,20 +96,6 @@ def test_ray() -> None:
     assert {"mw.Trainer", "mw.train.read", "config.mesh.world", "config.launch.timeout_s"} <= taken
     assert callable(mw.Trainer)
     assert callable(mw.train.read)
-
-
-def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal of both SLURM and the launcher counts once. Another one, or a later one, ends the process."""
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    requested = stop.Stop()
-    requested.ask(signal.SIGUSR1)
-    requested.ask(signal.SIGUSR1)
-    assert (requested.signal, left) == (signal.SIGUSR1, [])
-    requested.ask(signal.SIGTERM)
-    monkeypatch.setattr(stop, "_SAME_SIGNAL_S", 0.0)
-    requested.ask(signal.SIGUSR1)
-    assert left == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
 
 
 def test_restarts_that_would_meet_old_keys(

@@ -73,6 +73,7 @@ def test_rates_of_a_run_of_10_steps(name: Any, rates: list[float]) -> None:
     rate = schedule(OptimSection(schedule=name, lr=2.0, warmup=3, decay=0.35, final=0.1), 10)
     end = 2.0 if name == "constant" else 0.2
     assert [rate(step) for step in range(12)] == pytest.approx([*rates, end, end], abs=1e-4)
+    assert schedule(OptimSection(schedule=name, lr=2.0, warmup=0), 1)(0) == 2.0
 
 
 def test_a_rate_is_compared_at_the_same_step() -> None:
@@ -87,7 +88,9 @@ def test_a_rate_is_compared_at_the_same_step() -> None:
 
 def test_a_jump_needs_a_decay_that_has_begun() -> None:
     wsd = OptimSection(schedule="wsd", lr=2.0, warmup=0, decay=0.25, final=0.0)
-    assert rate_jump(wsd, 20, 40, 15) == ""
+    assert rate_jump(wsd, 20, 40, 15) == rate_jump(wsd, 20, 19, 18) == ""
+    others = [wsd.model_copy(update=each) for each in ({"schedule": "cosine"}, {"final": 1.0})]
+    assert [rate_jump(each, 20, 40, 18) for each in others] == ["", ""]
     assert "has decayed since step 15 of 20" in rate_jump(wsd, 20, 40, 16)
     assert "from 1.6 to 2" in rate_jump(wsd, 20, 40, 16)
     many = OptimSection(schedule="wsd", lr=2.0, warmup=19, decay=0.25, final=0.0)

@@ -106,8 +106,7 @@ def test_the_smallest_mesh_that_fits_is_suggested(fsdp: int, num_bytes: int, mes
 
 
 @pytest.mark.parametrize(
-    ("options", "offload"),
-    [(dict(gather_once=True), False), (dict(sum_once=True), False), (dict(), True)],
+    ("options", "offload"), [(dict(gather_once=True), False), (dict(sum_once=True), False), (dict(), True)]
 )
 def test_offload_is_no_way_out_where_it_is_refused(options: dict[str, bool], offload: bool) -> None:
     need = SimpleNamespace(

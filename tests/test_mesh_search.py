@@ -129,6 +129,7 @@ class LeastOf(LeastMemory):
     [
         ({}, 1, MemoryOptions(), False, 7 * 1000 + 50 + max(4000, 7000)),
         ({}, 2, MemoryOptions(), False, 7 * 1000 + 50 + 4000 + 7000),
+        ({}, 1, MemoryOptions("full"), False, 7 * 1000 + 50 + 4000),
         ({}, 2, MemoryOptions("full"), False, 7 * 1000 + 50 + 4000 + 700 + 900),
         ({}, 2, MemoryOptions("full", offload=True), False, 700 + 900),
         (dict(fsdp=2, ep=2), 1, MemoryOptions(), False, 7 * 500 + 25 + 7070),
@@ -352,3 +353,30 @@ def test_progress_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = moment
         Search._report_progress(of, done)
     assert said == ["60% done, 1 mesh costed in full; so", "100% done, 1 mesh costed in full; so"]
+
+
+def test_the_nearest_mesh_is_among_those_with_the_smallest_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among meshes with equal parts, those with the most tp and pp are costed. The nearest is named."""
+    costed: list[str] = []
+    left = {"tp=8": -9, "pp=2 tp=4": -5, "tp=4": -1, "fsdp=2 tp=4": -3, "replicate=8": 100}
+
+    def in_full(cut: Cut, variant: str) -> Any:
+        costed.append(f"{cut.axes} {variant}")
+        return SimpleNamespace(left_bytes=left[str(cut.axes)], cut=cut)
+
+    monkeypatch.setattr(search, "_NEAREST", 3)
+    request, recipe = SimpleNamespace(recompute=("none", "full")), SimpleNamespace(memory=MemoryOptions())
+    searching = cast(Any, SimpleNamespace(
+        blueprint=SimpleNamespace(recipe=recipe), request=request, _once=False, _seconds=0.0, _in_full=in_full,
+        least=SimpleNamespace(elements=lambda axes: 8 / axes.world * axes.replicate),
+        _variants=lambda _, memory: ["first", f"{memory.recompute} {memory.offload}"], _report_progress=lambda _: None,
+    ))  # fmt: skip
+    meshes = [Axes(replicate=8), Axes(fsdp=2, tp=4), Axes(tp=4), Axes(tp=8), Axes(pp=2, tp=4)]
+    nearest = Search._nearest(searching, [Cut(axes, 1) for axes in meshes])
+    assert costed == ["tp=8 full True", "pp=2 tp=4 full True", "fsdp=2 tp=4 full True"]
+    assert str(cast(Any, nearest).cut.axes) == "fsdp=2 tp=4"
+    costed.clear()
+    searching._once, searching._seconds = True, 10.0**9  # no offload with gradients that are summed once; out of time
+    nearest = Search._nearest(searching, [Cut(axes, 1) for axes in meshes])
+    assert costed == ["tp=8 full False", "pp=2 tp=4 full False", "fsdp=2 tp=4 full False"]
+    assert str(cast(Any, nearest).cut.axes) == "tp=8"

@@ -247,3 +247,17 @@ def test_a_stage_without_backward_keeps_nothing(monkeypatch: pytest.MonkeyPatch)
         0,
         12,
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "wrapped"),
+    [({}, False, False), ({}, True, True), (dict(tp=2), False, False), (dict(replicate=2), False, True),
+     (dict(fsdp=2), False, True), (dict(cp=2), False, True)],
+    ids=str,
+)  # fmt: skip
+def test_the_simulation_has_buffers_for_what_fsdp_wraps(mesh: dict[str, int], offload: bool, wrapped: bool) -> None:
+    """FSDP wraps a unit that it shards, one that it only replicates, and one that it offloads."""
+    spec, axes = Blueprint.of(tiny.of("qwen3")).spec, Axes(**mesh)
+    units = spec.stages(axes, 0)[0].units
+    seen = Seen(torch.bfloat16, MemoryOptions(offload=offload))
+    assert len(sharded_units(spec, units, axes, axes.coords(0), seen)) == wrapped * len(units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,8 +34,10 @@ def pixels(*sizes: tuple[int, int, int]) -> list[Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(tokens=torch.arange(8)[:, None]), "tokens has shape"),
-        (dict(labels=torch.arange(8)[:, None]), "labels has shape"),
+        (dict(tokens=torch.arange(8)[:, None]), "tokens has shape"), (dict(tokens=torch.tensor(1)), "tokens has shape"),
+        (dict(labels=torch.arange(8)[:, None]), "labels has shape"), (dict(labels=torch.tensor(1)), "labels has shape"),
+        (dict(fields={"tokens": torch.ones(8)}), "field cannot be named 'tokens'.*another"),
+        (dict(bounds=()), "bounds of the batch must rise from 0 to 8"), (dict(bounds=None), "bounds of the batch"),
         (dict(fields={"a": torch.ones(8, dtype=torch.complex64)}), "a of the batch is not a tensor of real"),
         (dict(fields={"a": torch.ones(9)}), "a has shape"), (dict(fields={"a": torch.ones(7)}), "a has shape"),
         (dict(fields={"a": torch.ones(8, 1, 1)}), "a has shape"),
@@ -89,6 +91,8 @@ def test_join_is_the_inverse_of_split() -> None:
     assert empty.join([]).tolist() == [0, 0]
     with pytest.raises(mw.DataError, match=r"values of \[3, 2, 1\] tokens for documents of \[3, 1, 2\]"):
         three().join([[1, 2, 3], [4, 5], [6]])
+    with pytest.raises(mw.DataError, match=r"\(5,\).*8 tokens"):
+        three().split(torch.zeros(5))
 
 
 def test_more_fields_leave_the_others_as_they_are() -> None:
@@ -106,9 +110,11 @@ def test_more_fields_leave_the_others_as_they_are() -> None:
     [
         (torch.ones(8, requires_grad=True), "a requires grad"),
         (mw.over_tokens(torch.ones(8, requires_grad=True)), "a requires grad"),
+        (torch.ones(3), r"a has shape \(3,\) for 8 tokens"),
         (mw.over_tokens(torch.ones(7)), "a has shape"), (mw.over_tokens(torch.ones(9)), "a has shape"),
         ([[1, 2, 3], [4], [5, 6]], "a is a list by document"), (([1, 2, 3], [4], [5, 6]), "a is a list by document"),
         (["x"] * 8, "a is a list by document"), ([None] * 8, "a must be numbers"),
+        ([torch.ones(3), torch.ones(3)], "a is a list by document"),
     ],
 )  # fmt: skip
 def test_fields_that_a_batch_refuses(values: Any, message: str) -> None:
@@ -170,6 +176,7 @@ def test_a_batch_does_not_share_memory_with_arrays() -> None:
         (dict(labels=mw.over_tokens([[1, 2, 3], [4, 5]])), [2, 3, -100, 5, -100, -100]),
         (dict(trained=[[1, 0, 1], [0, 1]]), [-100, 7, -100, 9, -100, -100]),
         (dict(trained=[[True, True, False], [True, False]]), [6, -100, -100, -100, -100, -100]),
+        (dict(trained=[np.array([1, 0, 1]), torch.tensor([True, True])]), [-100, 7, -100, 9, -100, -100]),
     ],
 )  # fmt: skip
 def test_labels_of_documents(options: dict[str, Any], labels: list[int]) -> None:
@@ -220,7 +227,14 @@ def test_outputs_of_a_processor_and_of_a_tokenizer_mix() -> None:
         (dict(fields={"a": [torch.ones(3), torch.ones(2, requires_grad=True)]}), "requires grad"),
         (dict(fields={"a": [[1, 2, 3]]}), "1 list for 2 documents"),
         (dict(fields={"a": [[1, 2, 3], [4, 5, 6]]}), "document 1 differs in length"),
-        (dict(labels=[[1, 2, 3], [4, 5]], trained=[[1, 1, 1], [1, 1]]), "two ways"),
+        (dict(labels=[[1, 2, 3], [4, 5]], trained=[[1, 1, 1], [1, 1]]), "two ways.*one of them"),
+        (dict(trained=mw.over_tokens([[1] * 3, [1] * 2])), "trained is a mask over tokens already"),
+        (dict(trained=[[1, 1], [1, 1]]), "trained: document 0.*2 values for 3 tokens"),
+        (dict(trained=[[1] * 3, [1] * 2, [1]]), "trained: 3 lists for 2 documents;.*one for each"),
+        (dict(labels=8), "labels=8.*length=8"),
+        (dict(fields={"a": mw.over_tokens([[1.0, 2.0], [1.0]])}), r"\['a'\].*2 values for 3 tokens"),
+        (dict(labels=mw.over_tokens([[0.5] * 3, [0.5] * 2])), "labels must be whole numbers"),
+        (dict(fields={"labels": [[1] * 3, [1] * 2]}), "field cannot be named 'labels'.*another"),
     ],
 )  # fmt: skip
 def test_arguments_that_pack_refuses(options: dict[str, Any], message: str) -> None:
@@ -228,9 +242,11 @@ def test_arguments_that_pack_refuses(options: dict[str, Any], message: str) -> N
         mw.pack([[5, 6, 7], [8, 9]], **options)
 
 
-@pytest.mark.parametrize("documents", ["ab", b"ab", [b"ab"], [{5, 6}], [[5, 6], {7}], {"input_ids": [5]}])
+@pytest.mark.parametrize(
+    "documents", ["ab", ["ab"], b"ab", [b"ab"], [{5, 6}], [[5, 6], {7}], {"input_ids": [5]}, [{"input_ids": [1]}]]
+)
 def test_documents_are_lists_of_ids(documents: Any) -> None:
-    with pytest.raises(mw.DataError, match="documents must be lists of token ids"):
+    with pytest.raises(mw.DataError, match=r'lists of token ids, not text.*dict.*tokenizer\(texts\)\["input_ids"\]'):
         mw.pack(documents)
 
 
@@ -238,6 +254,7 @@ def test_documents_are_lists_of_ids(documents: Any) -> None:
     ("experts", "message"),
     [
         ([torch.ones(3, 2, 1), torch.ones(2, 2, 1)], "whole numbers"),
+        ([["a"] * 3, [1, 2]], "whole numbers for each"),
         ([torch.ones(3, 2, 1).int(), torch.ones(2, 1, 1).int()], "has the shapes"),
         ([torch.ones(3, 2, 1).int(), torch.ones(1, 2, 1).int()], "has the shapes"),
         ([torch.ones(3, 2).int(), torch.ones(2, 2).int()], "whole numbers"),
@@ -259,22 +276,35 @@ def test_experts_are_small_numbers() -> None:
 @pytest.mark.parametrize(
     ("labels", "refused"),
     [
-        ([1, 2, -100, -100, -100], True),
-        ([-100, -100, -100, -100, 5], False),
-        ([-100, 2, 3, -100, -100], True),
-        ([2, 3, -100, 5, -100], False),
-        ([1, 3, -100, -100, -100], False),
-        ([-100, 2, -100, 4, -100], True),
+        ([1, 2, -100, -100, -100], True), ([-100, -100, -100, -100, 5], False), ([-100, 2, 3, -100, -100], True),
+        ([2, 3, -100, 5, -100], False), ([1, 3, -100, -100, -100], False), ([-100, 2, -100, 4, -100], True),
         ([-100, -100, 3, -100, 5], False),
     ],
-)
+)  # fmt: skip
 def test_labels_that_repeat_their_tokens_are_refused(labels: list[int], refused: bool) -> None:
     """At the last token of a document there is no next token that a label could differ from."""
-    batch = mw.pack([[1, 2, 3], [4, 5]], labels=[labels[:3], labels[3:]])
+    check_labels([[1, 2, 3], [4, 5]], [labels[:3], labels[3:]], refused)
+
+
+@pytest.mark.parametrize(
+    ("documents", "labels", "refused"),
+    [
+        ([[3, 9, 9]], [[-100, 9, -100]], False), ([[3, 4, 4, 4]], [[-100, -100, 4, -100]], False),
+        ([[9]], [[9]], False), ([[9, 9]], None, False), ([[7, 7], [7, 7]], [[7, 7], [7, -100]], False),
+        ([[3, 3, 3], [4, 5, 6], [7, 8, 9]], [[3, 3, 3], [4, 5, 6], [7, 8, 9]], True),
+        ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]], False),
+    ],
+)  # fmt: skip
+def test_labels_in_a_run_of_one_token_say_nothing(documents: Any, labels: Any, refused: bool) -> None:
+    check_labels(documents, labels, refused)
+
+
+def check_labels(documents: Any, labels: Any, refused: bool) -> None:
+    batch = mw.pack(documents, labels=labels)
     if not refused:
         check_shifted(batch)
         return
-    with pytest.raises(mw.DataError, match="the labels are the tokens themselves"):
+    with pytest.raises(mw.DataError, match=r"the labels are the tokens themselves.*trained=.*over_tokens\(labels\)"):
         check_shifted(batch)
 
 
@@ -350,3 +380,11 @@ def test_a_piece_has_the_spans_inside_it() -> None:
     assert (piece.ids.tolist(), piece.spans) == ([2, 3, 4, 5], ((0, 1), (2, 4)))
     assert piece_of(document, 0, 10) is document
     assert piece_of(document, 3, 4).spans == ()
+
+
+@pytest.mark.parametrize("images", [7, "ab", [[], 7], [7, []], [[], None], [[], "a"]])
+def test_images_are_a_list_of_lists(images: Any) -> None:
+    with pytest.raises(mw.DataError, match=r"images must be a list of lists: of each document"):
+        mw.pack([[5, 6], [7]], images=images, placeholders=[IMAGE])
+    for good in ([[], []], ([], ()), [(), []]):
+        assert mw.pack([[5, 6], [7]], images=cast(Any, good), placeholders=[IMAGE]).images is None

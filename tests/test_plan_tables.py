@@ -6,16 +6,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.plan import figures as plan_figures
 from meshwright.plan import html, page, svg
 from meshwright.plan.figures import Figures, RankMemory, live_axes
-from meshwright.plan.mesh_checks import reasons, smaller
+from meshwright.plan.mesh_checks import reasons
 from meshwright.plan.pipeline_timing import StageLine, layers_of_stage
 from meshwright.plan.tables import ChargeLine, _pattern, axis_lines, charge_lines, ranges
 from meshwright.plan.terminal import placement
-from meshwright.plan.wording import in_unit, kind, large, peak_note, roughly, span, unit_of
+from meshwright.plan.wording import in_unit, kind, large, peak_note, roughly, saved, span, unit_of
+from meshwright.recipe import MemoryOptions
 from meshwright.sharding import GRADIENTS, Charge, Stored
 
 GB = 10**9
@@ -153,7 +156,6 @@ def test_placements_and_reasons() -> None:
     assert layers_of_stage(StageLine(2, 4, 6, 0.5)) == "stage 2: layers 4-6"
     assert reasons(["one"]) == "one"
     assert reasons(["one", "two"]) == "the mesh is impossible, for 2 reasons:\n  - one\n  - two"
-    assert smaller(Axes(fsdp=9, tp=10, ep=15)) == Axes(fsdp=3, tp=2, ep=3)
 
 
 def test_bars_are_shares_of_the_whole() -> None:
@@ -207,3 +209,17 @@ def test_blocks_of_a_diagram() -> None:
     for text in ("and 89 ranks like these, to rank 138", "one of 3 places on pp", "one of 2 such replicas"):
         assert text in more
     assert svg._more(Axes(pp=2, fsdp=10), svg.Blocks(3, 4, 10, 10, (0, 10))) == ""
+
+
+@pytest.mark.parametrize(
+    ("memory", "optimizer", "wanted"),
+    [
+        ({}, mw.AdamW(), []),
+        (dict(recompute="full", offload=True), mw.AdamW(), ["recompute=full", "offload=True"]),
+        (dict(token_once=2), mw.AdamW(state_dtype=torch.bfloat16), ["token_once=2", "state_dtype=bfloat16"]),
+        ({}, mw.AdamW(state_dtype=torch.uint8), ["state_dtype=uint8"]),
+    ],
+)  # fmt: skip
+def test_options_that_differ_from_their_defaults(memory: dict[str, Any], optimizer: Any, wanted: list[str]) -> None:
+    figures = cast(Any, SimpleNamespace(memory=MemoryOptions(**memory), optimizer=optimizer))
+    assert saved(figures) == wanted

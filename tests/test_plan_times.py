@@ -13,7 +13,7 @@ from meshwright.axes import ENDS, Axes
 from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
+from meshwright.plan import Cluster, Figures, plan_page, work_of
 from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, ranks_in_node, time_on_links
 from meshwright.plan.wording import duration
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
@@ -149,14 +149,6 @@ def test_experts_between_nodes() -> None:
     assert experts.seconds == pytest.approx(94 * 4 * rows * 56 / 64 / 30e9, rel=1e-3)
 
 
-def test_devices_have_links() -> None:
-    assert cluster_of("H200", 8, {}).between == 50
-    assert (cluster_of("A100-80GB", 4, {}).inside, cluster_of("b200", 8, {}).flops) == (300, 2250)
-    assert cluster_of("80GB", 8, {}).source == cluster_of(None, 8, {}).source == "assumed"
-    args = cluster_of("H100", 8, {"between": 12.5, "inside": None, "flops": None})
-    assert (args.between, args.inside, args.source) == (12.5, 450, "as specified for H100, except for options")
-
-
 def test_without_a_cluster_nothing_is_timed() -> None:
     with pytest.raises(ConfigError, match="no cluster"):
         estimate(Figures("it", Blueprint.of(tiny.of("qwen3")), Axes(), work_of(Axes(), None, 1)))
@@ -222,10 +214,3 @@ def test_bars_of_collectives_are_as_long_as_these_take() -> None:
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize("options", [["--between", "0"], ["--flops", "many"], ["--gpus-per-node", "0"]])
-def test_what_is_no_amount(options: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "tiny-qwen3", *options])
-    assert stopped.value.code == 2

@@ -13,7 +13,6 @@ import pytest
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.train import config_file, launch, metrics, preflight, resume_point
-from meshwright.train.config import OptimSection
 from tests import worlds
 from tests.runs import chats, file_of, source
 
@@ -150,15 +149,6 @@ def test_a_resumed_run_logs_what_has_changed(
     changes = [each.message for each in caplog.records if "optim.lr" in each.message]
     assert len(changes) == (rank == 0), caplog.text
     assert all("0.01" in each and "0.5" in each for each in changes)
-
-
-def test_a_resumed_run_keeps_its_own_number_of_steps() -> None:
-    """A later resume compares its schedule with that of the run that saved."""
-    config = cast(Any, SimpleNamespace(optim=OptimSection(schedule="constant")))
-    data = cast(Any, SimpleNamespace(plan=SimpleNamespace(fingerprint="p"), num_steps=20))
-    state = dict(plan="p", stream=3, num_steps=10)
-    expected = resume_point.Position("p", 3, num_steps=20)
-    assert resume_point._position_in(config, data, Path("c"), state, 5) == expected
 
 
 def write_adapter(model: Path, at: Path) -> None:

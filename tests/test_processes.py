@@ -18,8 +18,6 @@ import pytest
 
 import meshwright as mw
 from meshwright.train import failure, lock, processes, rank
-from meshwright.train import rank as stop
-from meshwright.train.metrics import JsonLines, last_step
 from meshwright.train.run import run
 from tests import worlds
 from tests.runs import chats, file_of
@@ -109,19 +107,6 @@ def test_how_ranks_end(
     assert all(process.poll() is not None for process in started)
 
 
-def test_signals_are_noted_and_those_of_nohup_left_alone() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop.record_signals() as requested:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                signal.raise_signal(number)
-        assert requested == [signal.SIGTERM, signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
-
-
 def refused(path: Path) -> str:
     with pytest.raises(SystemExit) as left:
         rank.as_rank(mw.train.read(path), run)
@@ -147,29 +132,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         assert "process 8 on node3, since Monday: meshwright train run.toml; wait for its end" in message
     assert sorted(file.name for file in out.iterdir()) == [lock.LOCK]
     os.close(other)
-    (tmp_path / "file").touch()
-    with pytest.raises(mw.ConfigError, match=r"out: .*Not a directory"):
-        lock.hold(tmp_path / "file" / "out")
-
-
-def test_a_failure_that_was_overcome(tmp_path: Path) -> None:
-    """Once a later attempt is past the step of the failure, or has ended; not before."""
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    for words in ("rank 1 of 2 failed: x", "rank 0 of 2 failed: y"):
-        for step in (4, 5):
-            lines.write("step", step, {})
-        failure.write(tmp_path, words)
-        sink = failure.Overcome(tmp_path, last_step(tmp_path / "metrics.jsonl"))
-        for kind, step in (("start", 3), ("step", 4), ("eval", 4), ("step", 5)):
-            sink.write(kind, step, {})
-        assert (tmp_path / "failure.txt").read_text() == f"{words}\n"
-        sink.write(*(("step", 6, {}) if "x" in words else ("end", 5, {})))
-        assert not (tmp_path / "failure.txt").exists()
-        sink.write("step", 7, {})
-    first, second = (tmp_path / "overcome.txt").read_text().strip().split("\n\n")
-    assert first.startswith("20")
-    assert first.splitlines()[1:] == ["rank 1 of 2 failed: x"]
-    assert second.splitlines()[1:] == ["rank 0 of 2 failed: y"]
 
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -324,6 +286,12 @@ def test_signals_are_handled_in_the_main_thread_alone(signals_not_ignored: None)
         signal.raise_signal(HUP)
         signal.raise_signal(signal.SIGQUIT)
     assert received == [HUP, signal.SIGQUIT]
+    signal.signal(HUP, signal.SIG_IGN)  # as nohup does
+    with rank.record_signals() as received:
+        signal.raise_signal(HUP)
+        signal.raise_signal(TERM)
+    assert received == [TERM]
+    assert signal.getsignal(TERM) == before[TERM]
 
 
 def test_a_rank_dies_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,3 +295,28 @@ def test_a_video_must_give_frames_and_a_rate(num: int, rate: int | None, monkeyp
         return
     with pytest.raises(mw.DataError, match=r"a\.mp4 does not give its number of frames or its frame rate"):
         clip_of(Path("a.mp4"))
+
+
+def limited(at: Path, **wishes: Any) -> Processor:
+    """Make a processor with settings for images of at most 64 x 64 pixels, and videos of 48 x 48."""
+    size = dict(merge_size=2, temporal_patch_size=2, patch_size=4, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    for name, limits in (("preprocessor_config", (256, 4096)), ("video_preprocessor_config", (512, 2304))):
+        edges = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
+        (at / f"{name}.json").write_text(json.dumps({**size, "size": edges}))
+    return Processor(at, Placeholders("<i>", "<v>", (1, 2)), 4, ImageLimits(at, **wishes))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "image", "video"),
+    [
+        ({}, (256, 4096), (512, 2304)), (dict(max_pixels=1024), (256, 1024), (512, 2304)),
+        (dict(max_video_pixels=1024), (256, 4096), (512, 1024)),
+        (dict(max_pixels=1, max_video_pixels=1), (256, 256), (512, 512)),
+        (dict(max_pixels=9999, max_video_pixels=9999), (256, 4096), (512, 2304)),
+    ],
+)  # fmt: skip
+def test_limits_of_images_and_of_videos(tmp_path: Path, wishes: Any, image: Any, video: Any) -> None:
+    """A limit of the user is between those of the model, and holds for its own kind."""
+    made = limited(tmp_path, **wishes)
+    assert made._fitted_size("image", 400, 200) == fitted(400, 200, 8, image)
+    assert made._fitted_size("video", 400, 200, 4) == fitted(400, 200, 8, video, 4)

@@ -53,10 +53,7 @@ def feed_of(rank: int) -> Any:
     return of(plan=plan, documents=documents, micro_batches=2, num_ranks=2, rank=rank, streams_per_step=4, step=step)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "rank", "streams"),
-    [(0, 0, [0, 2, 4]), (0, 1, [1, 3]), (1, 0, [5]), (1, 1, [6])],
-)
+@pytest.mark.parametrize(("chunk", "rank", "streams"), [(0, 0, [0, 2, 4]), (0, 1, [1, 3]), (1, 0, [5]), (1, 1, [6])])
 def test_each_rank_scores_its_own_streams_of_a_chunk(
     chunk: int, rank: int, streams: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,15 +235,11 @@ LORA, NF4 = dict(lora=Lora(rank=2)), dict(frozen="nf4")
 @pytest.mark.parametrize(
     ("named", "recipe", "directory", "expected"),
     [
-        ("", {}, "at m", {}),
-        ("", LORA, "at m", {}),
-        ("", {**LORA, **NF4}, "at m", NF4),
-        ("", NF4, "at m", {**NF4, "train": "layers.**"}),
-        ("r", {}, "at r", {}),
-        ("r", NF4, "at r", {}),
+        ("", {}, "at m", {}), ("", LORA, "at m", {}), ("", {**LORA, **NF4}, "at m", NF4),
+        ("", NF4, "at m", {**NF4, "train": "layers.**"}), ("r", {}, "at r", {}), ("r", NF4, "at r", {}),
         ("r", {**LORA, **NF4}, "at r", {}),
     ],
-)
+)  # fmt: skip
 def test_the_reference_runs_like_the_model_before_training(
     named: str, recipe: dict[str, Any], directory: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from meshwright.engine.validation import (
     norm_bound,
 )
 from meshwright.errors import ConfigError, DataError, LayoutError, MeshError, StateError
-from meshwright.integrations import areal_options, jagged, options, verl_options
+from meshwright.integrations import areal_options, options, verl_options
 from meshwright.mesh import Mesh
 from meshwright.mesh.joining import device_of
 from meshwright.objectives.checks import check_number
@@ -354,13 +354,6 @@ def rows(num: int) -> dict[str, torch.Tensor]:
     return dict(input_ids=torch.ones(num, 3, dtype=torch.long), attention_mask=torch.ones(num, 3))
 
 
-def packed(others: list[int]) -> Any:
-    """Pack two micro-batches on one rank, while other ranks have the given numbers."""
-    rows = lambda *_, numbers: torch.tensor([numbers, *((num, 4) for num in others)])  # noqa: E731 - short
-    mesh = cast(Mesh, SimpleNamespace(axes=Axes(), all_or_none=rows))
-    return jagged.packed(mesh, [[torch.ones(3, dtype=torch.long)]] * 2)
-
-
 engine_of = SimpleNamespace
 verl_lora = lambda fields: verl_options.lora_of(fake_verl.ModelConfig(lora_rank=4, **fields))  # noqa: E731 - short
 verl_optim = lambda fields: verl_options.optimizer_of(fake_verl.OptimizerConfig(**fields))  # noqa: E731 - short
@@ -373,8 +366,6 @@ areal_axes = lambda fields, replicate=1: areal_options.mesh_axes(  # noqa: E731 
 FRAMEWORKS: dict[str, Refusal] = {
     "axes": Refusal(lambda axes: options.mesh_axes(axes, 2), dict(dp=2), ConfigError, "mesh has 'dp' & fsdp",
         (dict(fsdp=2), dict(ep=2))),
-    "ranks without micro-batches": Refusal(packed, [1], DataError, r"the ranks have \[1, 2\] micro-batches",
-        ([2], [2, 2])),
     "backend of AReaL": Refusal(lambda name: areal("").register(name), "archon", ConfigError,
         "backend 'archon' & fsdp, megatron", ("fsdp",)),
     "rows of pairs": Refusal(lambda num: areal("_batches")._checked(rows(num),

@@ -61,10 +61,6 @@ def batch_with(name: str) -> Callable[[Any], mw.Batch]:
     return lambda value: mw.Batch(**{**made, name: value})
 
 
-def experts(*sizes: int, dtype: torch.dtype = torch.int64, value: int = 0) -> list[torch.Tensor]:
-    return [torch.full((size, 2, 1), value, dtype=dtype) for size in sizes]
-
-
 pixels = lambda num=4, width=6, **how: torch.zeros(num, width, **how)  # noqa: E731 - short
 
 
@@ -77,18 +73,8 @@ def output(**fields):
 
 shown = lambda *images: mw.pack([[IMAGE], [IMAGE]], images=[*images], placeholders=[IMAGE])  # noqa: E731 - short
 PACKED: dict[str, Refusal] = {
-    "numbers": Refusal(batch_with("numbers"), [0, 1.5], DataError, r"whole numbers, not \[0, 1.5\]",
-        ([4, 2], torch.tensor([4, 2]), ())),
-    "number of numbers": Refusal(batch_with("numbers"), [0], DataError, "numbers has 1 entry for 2 documents"),
-    "number of groups": Refusal(batch_with("groups"), [0, 0, 1], DataError, "groups has 3 entries for 2 documents",
-        ([0, 0],)),
     "experts as a list": Refusal(batch_with("experts"), [0], DataError, "experts of the batch is list for 5 tokens",
         (None, torch.zeros(5, 2, 1))),
-    "experts of a batch": Refusal(batch_with("experts"), torch.zeros(4, 2, 1), DataError, r"\(4, 2, 1\) for 5 tokens"),
-    "dims of experts": Refusal(batch_with("experts"), torch.zeros(5, 2), DataError, r"\(5, 2\) for 5 tokens"),
-    "frame of two documents": Refusal(lambda start: mw.Batch(torch.arange(5), torch.arange(5), (0, 3, 5),
-        images=Images(pixels(8), (Frame(2, 4, start),))), 2, DataError,
-        "frame 0 of the batch is not inside one document", (1, 3)),
     "rows of patches": Refusal(lambda num: Images(pixels(num), (Frame(2, 2, 0),)), 5, DataError,
         "a row for each patch", (4,)),
     "dims of patches": Refusal(lambda shape: Images(torch.zeros(shape), (Frame(2, 2, 0),)), (4, 2, 3), DataError,
@@ -105,8 +91,6 @@ PACKED: dict[str, Refusal] = {
         "the pixels of image 0 of document 0 require grad", ((pixels(), GRID),)),
     "fields of a processor": Refusal(lambda fields: mw.pack([output(**fields)]), dict(audio_values=[1]), DataError,
         "document 0 is a dict with audio_values & pixel_values", (dict(attention_mask=[1, 1, 1]),)),
-    "a list among dicts": Refusal(lambda first: mw.pack([first, output()]), [5, 6], DataError,
-        "token ids, not text or dicts", (output(),)),
     "no input_ids": Refusal(lambda fields: mw.pack([fields]), dict(pixel_values=pixels()), DataError,
         "document 0 is a dict with pixel_values"),
     "two rows": Refusal(lambda ids: mw.pack([output(input_ids=ids)]), [[5, IMAGE, 6]] * 2, DataError,
@@ -117,34 +101,10 @@ PACKED: dict[str, Refusal] = {
         "placeholders at token 2 without pixels", ([0, 1, 0],)),
     "a number as documents": Refusal(pack_with("documents"), [5, 6], DataError,
         r"documents must be a list & pack\(\[\[5", ([[5, 6]],)),
-    "no experts": Refusal(pack_with("experts"), [["a"] * 3, [1, 2]], DataError,
-        "experts must be whole numbers for each"),
-    "number of experts": Refusal(pack_with("experts"), experts(3, 3), DataError, r"experts has the shapes & \[3, 2\]",
-        (experts(3, 2), experts(3, 2, dtype=torch.int32))),
-    "unequal experts": Refusal(pack_with("experts"), [torch.zeros(3, 2, 1).long(), torch.zeros(2, 2, 2).long()],
-        DataError, "experts has the shapes"),
-    "fractions as experts": Refusal(pack_with("experts"), experts(3, 2, dtype=torch.float32), DataError,
-        "experts must be whole numbers"),
-    "flat experts": Refusal(pack_with("experts"), [torch.zeros(3, 2).long(), torch.zeros(2, 2).long()], DataError,
-        "experts must be whole numbers"),
-    "expert -2": Refusal(pack_with("experts"), experts(3, 2, value=-2), DataError, "from -1, not -2 to -2",
-        (experts(3, 2, value=-1),)),
-    "expert 2 ** 31": Refusal(pack_with("experts"), experts(3, 2, value=2**31), DataError, "not 2147483648 to",
-        (experts(3, 2, value=2**31 - 1),)),
-    "a group": Refusal(pack_with("groups"), 0, DataError, "groups=0 must be a whole number for each document"),
-    "fractions as groups": Refusal(pack_with("groups"), [0, 0.5], DataError, r"groups=\[0, 0.5\]",
-        ([0, 0], torch.tensor([0, 1]))),
-    "three groups": Refusal(pack_with("groups"), [0, 0, 1], DataError, "groups has 3 numbers for 2 documents"),
     "length=7.5": Refusal(pack_with("length"), 7.5, DataError, "length=7.5 must be a whole number", (5, 6, None)),
-    "length=True": Refusal(pack_with("length"), True, DataError, "length=True must be a whole number"),
-    "length=4": Refusal(pack_with("length"), 4, DataError, "length=4 has no room for 2 documents of 5 tokens", (5,)),
     "no documents": Refusal(pack_with("documents"), [], DataError, r"pack\(\[\[0\]\]", ([[0]],)),
     "rows as tokens": Refusal(pack_with("documents"), [torch.zeros(3, 2).long()], DataError,
         r"documents must be a list of numbers for each document, got lists of \[2\]", ([torch.zeros(3).long()],)),
-    "too few values": Refusal(lambda weights: packed(fields=dict(weight=weights)), [[1.0, 1], [1.0, 1]], DataError,
-        "document 0 differs in length: 2 values for 3 tokens", ([[1.0, 1, 1], [1.0, 1]],)),
-    "too few lists": Refusal(lambda weights: packed(fields=dict(weight=weights)), [[1.0, 1, 1]], DataError,
-        "1 list for 2 documents"),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +28,12 @@ from meshwright.checkpoint.manifest import MANIFEST, PARTS, Manifest, Part, read
 from meshwright.checkpoint.restore import open_checkpoint, verify_extent
 from meshwright.checkpoint.save import commit
 from meshwright.errors import BrokenFile, CheckpointError, ConfigError, LoadError, MeshError, RankError
-from meshwright.mesh import Mesh
-from meshwright.train import config_of, run
+from meshwright.train import config_of
 from meshwright.train.config_model import layout_of
-from meshwright.train.lock import OutInUse, hold
+from meshwright.train.lock import hold
 from meshwright.train.resume_point import CHECKPOINTS, check_position
 from meshwright.weight_sync import receive_from_group, receive_from_process
-from meshwright.weight_sync.process import _Channel, _Gone
-from meshwright.weight_sync.shared_memory import attach, make
+from meshwright.weight_sync.shared_memory import make
 from meshwright.weights.checksums import Extent, Extents, checksum
 from tests import tiny
 from tests.refusals import Refusal
@@ -263,24 +260,6 @@ def test_a_store_that_changes_a_manifest(tmp_path: Path, monkeypatch: pytest.Mon
 # Weights for other processes
 
 
-def test_a_bucket_carries_its_mark() -> None:
-    """Both processes must see the same memory: the 16 random bytes at its start show it."""
-    bucket, offered, handle = make(20, CPU)
-    assert bytes(bucket[:16].tolist()).hex() == offered["mark"]
-    assert (len(bucket), offered["num_bytes"], bucket.dtype) == (20, 20, torch.uint8)
-    assert handle is not None
-    other = os.dup(handle)
-    bucket[19] = 7
-    assert attach(offered, handle, CPU)[19] == 7
-    bucket[0] += 1
-    with pytest.raises(RankError, match="not the sender's memory"):
-        attach(offered, other, CPU)
-    with pytest.raises(RankError, match="device= of the receiver is the host"):
-        attach(offered, None, CPU)
-    small, offered, handle = make(1, CPU)  # the mark is longer than the bucket
-    assert len(small) == len(attach(offered, handle, CPU)) == 1
-
-
 def test_shared_memory_that_cannot_be_had() -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -291,16 +270,6 @@ def test_shared_memory_that_cannot_be_had() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     os.close(cast(int, handle))
-
-
-def test_a_closed_connection_has_no_handle() -> None:
-    own_end, other_end = socket.socketpair()
-    with own_end, other_end, open(os.devnull) as file:
-        _Channel(other_end).give(os.dup(file.fileno()))
-        os.close(_Channel(own_end).take_handle())
-        other_end.close()
-        with pytest.raises(_Gone, match="closed the connection"):
-            _Channel(own_end).take_handle()
 
 
 def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
@@ -338,21 +307,6 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out: .*choose a directory that this process can write"):
         hold(tmp_path / "file" / "out")
     hold(tmp_path / "out").close()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_refuse_a_directory_in_use(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def held(out: Path) -> Any:
-        raise OutInUse("in use by another run")
-
-    monkeypatch.delenv(run.LAUNCHER, raising=False)
-    mesh = cast(Mesh, SimpleNamespace(rank=rank, broadcast_object=lambda text: text if rank == 0 else "in use"))
-    monkeypatch.setattr(run, "hold", held)
-    with pytest.raises(OutInUse, match="in use"):
-        run._lock_of(tmp_path, mesh)
-    if rank == 0:  # its launcher holds the lock
-        monkeypatch.setenv(run.LAUNCHER, "1")
-        assert run._lock_of(tmp_path, mesh) is None
 
 
 def test_a_trainer_takes_a_config() -> None:

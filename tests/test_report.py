@@ -156,24 +156,6 @@ def test_charts_of_what_is_there(tmp_path: Path) -> None:
     assert data["experts"] == [None]
 
 
-def test_runs_are_compared_by_what_changes_a_curve(tmp_path: Path) -> None:
-    """And a run took the time of its steps, not that between its starts."""
-    runs = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        number = len(runs) + 1
-        config = f'out = "{name}"\n[optim]\nlr = 0.{number}\n[log]\nevery = {number}\n'
-        config += f'[[data]]\npath = "a"\n[[data]]\npath = "b"\nshuffle = {"true" if runs else "false"}\n'
-        (tmp_path / name / "config.toml").write_text(config)
-        steps = [line("step", step, time=1000.0 * step, **{"time/step_s": 30.0}) for step in (1, 2, 3)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(steps))
-        runs.append(read_run(tmp_path / name))
-    assert summary.differing_fields(runs) == [
-        ["optim.lr", "0.1", "0.2"], ["data[1].shuffle", "false", "true"]
-    ]  # fmt: skip
-    assert summary._duration(runs[0]) == "0:01:30"
-
-
 def run_of(folder: Path, *lines: str) -> Run:
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -243,25 +225,6 @@ def test_tiles(tmp_path: Path) -> None:
     assert dict(summary.tiles(run)) == expected
     several = expected.keys() - {"tokens trained on", "parameters, 500 k trained"}
     assert dict(summary.tiles(run, only_differing=True)).keys() == several
-
-
-def test_values_of_charts(tmp_path: Path) -> None:
-    """Seconds count from the first step, a step with an evaluation has its own tokens, and loads are in percent of the
-    mean of their layer."""
-    lines = [
-        line("step", n, **{"train/loss": float(n), "train/tokens": 10 * n, "train/loss/code": 0.5}) for n in (1, 2)
-    ]
-    lines += [line("eval", 2, **{"eval/a/loss": 4.0}), line("experts", 2, load=[[1, 3], [0, 0]])]
-    runs = [run_of(tmp_path / name, *lines) for name in ("one", "two")]
-    data = chart_data(runs)
-    assert [(run["step"], run["tokens"], run["time"]) for run in data["runs"]] == [([1, 2], [10, 20], [0.0, 1.0])] * 2
-    assert data["experts"] == [{"steps": [2], "loads": [[[50, 150], [0, 0]]]}] * 2
-    charts = {chart["metric"]: chart["curves"] for chart in data["charts"]}
-    assert [curve["label"] for curve in charts["source"]] == ["one: code", "two: code"]
-    assert [(each["label"], each["y"], each["at"]) for each in charts["train/loss"] if each.get("points")] == [
-        ("one: a", [4.0], [1]), ("two: a", [4.0], [1])
-    ]  # fmt: skip
-    assert [each["label"] for each in chart_data(runs[:1])["charts"][1]["curves"]] == ["code"]
 
 
 def test_outputs_are_of_a_run_that_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,15 +303,6 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = '<i class="run run1"></i><small>code</small>'  # of the sources: colours of several runs are the runs' own
     assert key in report_page([read_run(runs[0])], {"command": "x", "date": "today"})
     assert key not in text
-
-
-def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    """Two runs of 20,000 steps with the maps of a large model, which are made apart: that takes a tenth of the time."""
-    long = read_run(fake_run(tmp_path / "long", steps=20_000, layers=1, experts=1))
-    large = read_run(fake_run(tmp_path / "large", steps=1_000, layers=48, experts=128))
-    data = {**chart_data([long, long]), "experts": chart_data([large, large])["experts"]}
-    assert len(json.dumps(data["experts"])) > 200_000
-    assert len(json.dumps(data)) < 1_300_000
 
 
 def test_the_bundle_is_what_was_built() -> None:

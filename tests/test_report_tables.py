@@ -212,12 +212,15 @@ def test_a_model_that_is_trained_whole_has_no_trained_part() -> None:
 def test_config_fields_that_differ() -> None:
     """A broken config has no fields; output and logging do not count, but names that begin alike do."""
     configs = [
-        "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1",
-        "steps = [1, 3]\nout = 'b'\nlogs = 2",
+        "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1\n[[data]]\nx = 1\n[[data]]\nx = false",
+        "steps = [1, 3]\nout = 'b'\nlogs = 2\n[[data]]\nx = 1\n[[data]]\nx = true",
         "==",
     ]
     rows = summary.differing_fields([Run("r", {}, {"config.toml": text}) for text in configs])
-    assert rows == [["steps", "[1, 2]", "[1, 3]", ""], ["output", "1", "", ""], ["logs", "1", "2", ""]]
+    assert rows == [
+        ["steps", "[1, 2]", "[1, 3]", ""], ["output", "1", "", ""], ["logs", "1", "2", ""],
+        ["data[0].x", "1", "1", ""], ["data[1].x", "false", "true", ""],
+    ]  # fmt: skip
 
 
 def test_images_of_a_run_are_a_few_and_only_base64() -> None:
@@ -225,7 +228,10 @@ def test_images_of_a_run_are_a_few_and_only_base64() -> None:
     bad: list[Any] = [{"file": "x", "jpeg": text} for text in ('QQ=="><b>', "", "A" * 40_001)]
     images_of = lambda listed: summary.images(Run("r", {}, {"images.json": json.dumps({"images": listed})}))  # noqa: E731
     assert images_of(good) == [(f"{n}.png", f"row {n}", "QUJD" if n else "QQ==") for n in range(8)]
-    assert images_of(["text", *bad, good[0], {"jpeg": "QQ"}]) == [("0.png", "row 0", "QQ=="), ("", "", "QQ")]
+    assert images_of(["text", {"file": 1}, *bad, good[0], {"jpeg": "QQ"}]) == [
+        ("0.png", "row 0", "QQ=="),
+        ("", "", "QQ"),
+    ]
     assert images_of({"0": good[0]}) == images_of(None) == []
 
 

@@ -62,12 +62,6 @@ def test_rows_of_json(tmp_path: Path, content: str, rows: list[tuple[int, Any]])
     assert [shard.split for shard in shards_of([with_mark])] == ["array"]
 
 
-@pytest.mark.parametrize("content", ['[{"a": 1} {"b": 2}]', '[{"a": 1}] x', '[{"a": 1}', '[{"a": 1},]'])
-def test_a_list_that_is_not_json(tmp_path: Path, content: str) -> None:
-    with pytest.raises(mw.DataError, match="is not a JSON list of rows"):
-        read(tmp_path / "a.json", content)
-
-
 def test_places_of_rows_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "_SAMPLE_BYTES", 3)
     file = tmp_path / "a.jsonl"
@@ -82,6 +76,9 @@ def test_files_of_nested_folders_are_sorted(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert files_of(tmp_path) == [tmp_path / name for name in sorted(names[:4])]
+    for name, wanted in (("skipped.py", "is not a .jsonl"), ("no", "neither a file nor a directory")):
+        with pytest.raises(mw.DataError, match=wanted):
+            files_of(tmp_path / name)
 
 
 def test_bytes_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +182,7 @@ def test_a_placeholder_in_any_document_of_a_text_is_refused() -> None:
 @pytest.mark.parametrize("row", [
     {"ids": [1, 10]}, {"ids": [-1]}, {"ids": [True]}, {"ids": [1.0]}, {"ids": [1, 2], "trained": [1]},
     {"ids": [1, 2], "trained": [1, 0, 0]}, {"ids": [1], "trained": [2]},
+    {"ids": [1, 2], "trained": [0.5, 1]}, {"ids": [1, 2], "trained": "01"},
     *({"ids": [1], name: value} for name in ("labels", "mask", "loss_mask", "completion_mask", "assistant_masks",
                                              "weight", "weights") for value in (0, [1])),
 ])  # fmt: skip
@@ -229,3 +227,14 @@ def test_a_subset_and_a_revision_of_the_hub(tmp_path: Path, monkeypatch: pytest.
     assert asked == [(names, revision), (names, {"split": "train", **revision})]
     with pytest.raises(mw.DataError, match="hf_split = 'test' is none of the splits"):
         fetched_files("org/set", Part("sub", "test", "v1"))
+
+
+def test_both_ends_of_a_file_are_in_its_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "_SAMPLE_BYTES", 2)
+    file = tmp_path / "a"
+
+    def ends(text: str) -> bytes:
+        file.write_text(text)
+        return row_files.stamp(file)[3]
+
+    assert [ends(text) for text in ("abcdef", "abc", "a", "")] == [b"abef", b"abbc", b"aa", b""]

@@ -24,7 +24,7 @@ from meshwright.data.chat_formats import conversation
 from meshwright.data.feed import source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.template_sandbox import Sandbox
-from meshwright.data.texts import Ready, Texts
+from meshwright.data.texts import Texts
 from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
 from meshwright.plan.figures import COMPUTE
@@ -171,18 +171,6 @@ def test_what_changes_nothing_passes() -> None:
     )
     named = conversation({"prompt": "U", "chosen": "A", "rejected": "B"}, {"completion": "chosen"})  # on purpose
     assert [message["content"] for message in named.messages] == ["U", "A"]
-
-
-def test_masks_of_ready_tokens() -> None:
-    for row, wanted in (
-        ({"ids": [1, 2], "trained": [0.5, 1]}, "values other than 0 and 1"),
-        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which"),
-        ({"ids": [1, 2], "loss_mask": [0, 1]}, "give trained"),
-        ({"ids": [1, 2], "trained": "01"}, "not a list of 2 values"),
-    ):
-        with pytest.raises(mw.DataError, match=wanted):
-            Ready(10).documents(row)
-    assert Ready(10, {"trained": "loss_mask"}).documents({"ids": [1, 2], "loss_mask": [0, 1]})[0].spans == ((1, 2),)
 
 
 def chats(file: Path, *rows: Any) -> Path:

@@ -173,15 +173,12 @@ def test_samples_of_each_step_and_seed_differ(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("lora", "tower", "config", "sees"),
     [
-        (False, None, {"vision_config": {}, "image_token_id": 5}, True),
-        (False, None, {"image_token_id": 5}, False),
-        (False, None, {"vision_config": {}}, False),
-        (False, False, {"vision_config": {}, "image_token_id": 5}, True),
-        (True, True, {}, True),
-        (True, False, {"vision_config": {}, "image_token_id": 5}, False),
+        (False, None, {"vision_config": {}, "image_token_id": 5}, True), (False, None, {"image_token_id": 5}, False),
+        (False, None, {"vision_config": {}}, False), (False, False, {"vision_config": {}, "image_token_id": 5}, True),
+        (True, True, {}, True), (True, False, {"vision_config": {}, "image_token_id": 5}, False),
         (True, None, {"vision_config": {}, "image_token_id": 5}, False),
     ],
-)
+)  # fmt: skip
 def test_which_models_can_see(
     lora: bool, tower: bool | None, config: dict[str, Any], sees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

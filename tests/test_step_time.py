@@ -183,6 +183,7 @@ def test_communicators_of_a_rank() -> None:
         ("h200", {}, (450, 50, 989, "as specified for H200")),
         ("B200-180GB", {}, (900, 100, 2250, "as specified for B200")),
         ("L40S", dict(flops=7.0), (32, 25, 7, "as specified for L40S, except for options")),
+        ("A100-80GB", dict(between=12.5), (300, 12.5, 312, "as specified for A100, except for options")),
         ("80GB", {}, (450, 50, 989, "assumed")),
         (None, dict(inside=1.0, between=2.0, flops=3.0), (1, 2, 3, "from options")),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,8 +51,13 @@ def test_a_folder_without_scores_passes(tmp_path: Path) -> None:
     (tmp_path / ABOUT).write_text(json.dumps(dict(format=FORMAT, temperature=2.0, teacher="t", top_k=9)))
     teacher_files.check_stored(tmp_path, OBJECTIVE, "t")
     teacher_files.check_stored(tmp_path, OBJECTIVE)
-    with pytest.raises(mw.MeshwrightError, match="is wanted"):
-        teacher_files.check_stored(tmp_path, OBJECTIVE, "another")
+    for wanted, teacher, message in (
+        (OBJECTIVE, "another", "is wanted.*another directory"),
+        (replace(OBJECTIVE, top_k=10), "t", "top_k=9"),
+        (replace(OBJECTIVE, temperature=3.0), "t", r"teacher\.json.*temperature=2\.0, and 3\.0"),
+    ):
+        with pytest.raises(mw.MeshwrightError, match=message):
+            teacher_files.check_stored(tmp_path, wanted, teacher)
 
 
 def test_images_in_any_source_of_any_set_are_refused() -> None:

@@ -110,52 +110,6 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     assert losses(tmp_path)[2] == third
 
 
-def test_held_out_data_and_the_end(tmp_path: Path) -> None:
-    """Three batches for two data ranks: one gets filler."""
-    model = source(tmp_path / "m", "qwen3_tied")
-    chats(tmp_path / "chats.jsonl")
-    chats(tmp_path / "held.jsonl", 20)
-    held_out = {"path": str(tmp_path / "held.jsonl"), "every": 2}
-    path = file_of(tmp_path, model, eval=held_out, train={"steps": 3}, save={"export": False})
-    results = {}
-    for mesh in ({}, dict(fsdp=2)):
-        on_mesh(path, mesh, f"out={tmp_path / 'out'}")
-        results[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
-        (tmp_path / "out").rename(tmp_path / f"out{len(mesh)}")
-    assert [step for step, _ in results["{}"]] == [2, 3]
-    assert [loss for _, loss in results["{}"]] == pytest.approx([loss for _, loss in results["{'fsdp': 2}"]], rel=1e-9)
-
-
-def with_nan(path: Path, steps: Sequence[int], *sets: str) -> str:
-    real = mw.Engine.step
-
-    def step(self: mw.Engine, batches: Any) -> Any:
-        step.calls += 1  # type: ignore[attr-defined]
-        if step.calls - 1 in steps:  # type: ignore[attr-defined]
-            raise mw.NonFiniteError("the loss of step 3 is nan; no parameter was changed.")
-        return real(self, batches)
-
-    step.calls = 0  # type: ignore[attr-defined]
-    mw.Engine.step = step  # type: ignore[method-assign]
-    try:
-        return run(config_file.read(path, sets))
-    except mw.NonFiniteError as error:
-        return str(error)
-
-
-def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    model = source(tmp_path / "m", "qwen3_tied")
-    chats(tmp_path / "chats.jsonl")
-    path = file_of(tmp_path, model, save=dict(export=False))
-    [message] = worlds.run(1, with_nan, path, [2])
-    assert "chats.jsonl:" in message
-    [message] = worlds.run(1, with_nan, path, [2, 3, 5, 8], "train.on_nan=skip", f"out={tmp_path / 'out'}")
-    assert message == ""
-    assert len({line["step"] for line in lines(tmp_path)}) == STEPS - 4
-    [message] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
-    assert "nan" in message
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, chats, an export that transformers loads; then the same command has nothing more to do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,12 +17,11 @@ import meshwright as mw
 from meshwright.checkpoint import final_place
 from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.objectives import OBJECTIVES
-from meshwright.train.config import Config, OptimSection, TrainSection, declared, named, section_of
+from meshwright.train.config import Config, TrainSection, declared, named, section_of
 from meshwright.train.config_checks import num_tokens
 from meshwright.train.config_docs import changed_fields, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
-from meshwright.train.lr_schedule import rate_jump, rate_rise, refusal, schedule
 from meshwright.train.run import _loop_options
 from tests import write_docs
 from tests.schemas import wrong_by_schema
@@ -103,12 +101,6 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN.replace('"x"', "7"), "data[0].path (line 4): it should be text in quotes, or a list, not 7"),
         (PLAIN.replace('"x"', '""'), "it is empty; name a file"),
         (PLAIN + "template_args = {day = 2024-01-01}\n", "it should be a JSON value (no dates), not {day = 2024"),
-        (PLAIN + "share = 1\n", "shares do not define epochs"),
-        (PLAIN + "share = 1\nweight = 2.0\n[train]\nsteps = 3\n", "data[0].weight (line 6): share and weight"),
-        (PLAIN + "share = 0.5\n[train]\nsteps = 3\n", "the shares of all sources add up to 0.5; they must add up to 1"),
-        (PLAIN + 'kind = "text"\nturns = "last"\n', 'data[0].turns (line 6): it applies to chats, but the kind'),
-        (PLAIN + 'split = "line"\n', "it applies to texts"),
-        (PLAIN + 'name = "a"\n[[data]]\npath = "y"\nname = "a"\n', 'data[1].name (line 8): another source has'),
         (PLAIN + '[train]\ntokens = "lots"\n', "is not a number of tokens"),
         (PLAIN + '[train]\ntokens = "0B"\n', "is not a number of tokens"),
         (PLAIN + "[train]\ntokens = -1\n", "it should be text in quotes, or a number above 0, not -1"),
@@ -117,7 +109,6 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
          "8192 x 3; take tokens_per_step = 245760 or 270336, or replicate x fsdp of 1, 2, 4, 8, 16, 32"),
         (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
-        (PLAIN + "[pipeline]\nstages = 2\n", "pipeline (line 5): it configures pipeline stages, but"),
         (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): unknown field; did you mean mesh?"),
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
@@ -128,22 +119,15 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[optim]\nwarmup = 1.5\n", "it should be a whole number, or a number below 1, not 1.5"),
         (PLAIN + "[optim]\nbetas = [0.9, 2]\n", "a number below 1"),
         (PLAIN + "[optim]\nbetas = [0.9]\n", "it should be a list of 2, not [0.9]"),
-        (PLAIN + "[optim]\ndecay = 0.5\n", 'it applies to the schedule "wsd"'),
-        (PLAIN + '[optim]\nschedule = "constant"\nfinal = 0.5\n', "does not decay"),
-        (PLAIN + '[optim]\nschedule = "wsd"\ndecay = 0.9\nwarmup = 0.2\n', "are more than the whole run"),
         (PLAIN + '[optim]\nschedule = "wsd"\nwarmup = 9\n[train]\nsteps = 10\n', "optim.decay: 9 steps of warm-up"),
         (PLAIN + '[optim]\nstate_dtype = "bfloat16"\nbetas = [0.9, 0.999]\n', "betas of at most 0.98"),
         (PLAIN + "[eval]\nevery = 5\n", "nothing to evaluate"),
         (PLAIN + '[eval]\npath = "y"\nweight = 2\n', "eval.weight (line 7): unknown field"),
         (PLAIN + '[[eval]]\npath = "y"\n', 'eval (line 5): it should be a table, not [{path = "y"}]'),
-        (PLAIN + '[[eval.sets]]\npath = "y"\n', "eval.sets[0].name (line 5): a set has no name"),
-        (PLAIN + "[train]\nearly_stopping = 2\n", "it depends on evaluations, but the run makes none"),
         (PLAIN + "[save]\nkeep = 0\n", 'it should be a number above 0, or "all", not 0'),
-        (PLAIN + '[save]\nkeep = "all"\nkeep_every = 400\n', "all checkpoints stay anyway"),
         (PLAIN + "[save]\nkeep_every = 500\n", "500 is not a multiple of every = 200: some of those steps have no "
          "checkpoint; take 600"),
         (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
-        (PLAIN + "[log]\nprofile = 3\n[train]\nsteps = 4\n", "and the run has 4; take at most 2"),
         (PLAIN + "[optim]\nmax_norm = 0.0\n", "it should be a number above 0, or false, not 0.0"),
         (PLAIN + "[optim]\nmax_norm = 0\n", "it should be a number above 0, or false, not 0"),
         (PLAIN + "[train]\nsteps = 1000000000000000\n", "train.steps (line 6): 1,000,000,000,000,000 steps would take"),
@@ -156,7 +140,6 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[train]\nfp16 = true\n", "float16 is not supported"),
         (PLAIN + '[train]\noptimizer = "adamw_torch"\n', "[optim] has the optimizer"),
         (PLAIN + "[grpo]\nbeta = 0.1\n", "Reinforcement learning and losses of your own (GRPO"),
-        (PLAIN + "[dpo]\nbeta = 0.1\n", 'the section applies to objective = "dpo", and this run has "sft"'),
         (PLAIN + '[train]\ndeepspeed = "z3.json"\n', "as ZeRO-3 does"),
         (PLAIN + "[train]\nload-in-4bit = true\n", 'frozen = "nf4" of [train] quantises a frozen base'),
         (PLAIN + "[train]\ngradient_accumulation_steps = 8\n", "gradients are accumulated over"),
@@ -385,90 +368,6 @@ def test_what_has_changed_since_a_run_began(tmp_path: Path, sets: list[str], cha
 @pytest.mark.parametrize(("text", "number"), [("2B", 2 * 10**9), ("1.5k", 1500), (7, 7), ("x", None), ("1.2.3", None)])
 def test_numbers_of_tokens(text: str | int, number: int | None) -> None:
     assert num_tokens(text) == number
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 10, 0.1])
-def test_learning_rates(name: Any, warmup: float) -> None:
-    lr = schedule(OptimSection(schedule=name, warmup=warmup, lr=2.0, final=0.1), 100)
-    each = [lr(step) for step in range(100)]
-    top = 10 if warmup else 0
-    assert each[top] == max(each) == 2.0
-    assert all(0 < a < b for a, b in pairwise(each[: top + 1]))
-    assert lr(100) == pytest.approx(2.0 if name == "constant" else 0.2)
-    assert each[-1] > lr(100) or name == "constant"
-    assert all(a >= b for a, b in pairwise(each[top:]))
-    assert lr(500) == lr(100)
-    if name == "wsd":
-        assert each[80] == 2.0 > each[81]
-
-
-@pytest.mark.parametrize(
-    ("optim", "before", "now", "step", "wanted"),
-    [
-        ({}, 100, 200, 90, "has decayed since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
-        ({}, 100, 200, 100, "would jump from 0.0001 to 0.002"),
-        ({}, 100, 200, 80, ""),  # as long as it is constant
-        ({}, 100, 95, 90, ""),  # it falls faster
-        ({}, 100, 100, 90, ""),
-        ({"schedule": "cosine"}, 100, 200, 90, ""),
-        ({"final": 1.0}, 100, 200, 90, ""),
-    ],
-)
-def test_a_rate_that_would_jump_in_a_longer_run(
-    optim: dict[str, Any], before: int, now: int, step: int, wanted: str
-) -> None:
-    section = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
-    assert wanted in rate_jump(section, before, now, step)
-    assert bool(wanted) == bool(rate_jump(section, before, now, step))
-
-
-def test_a_rate_that_rises_in_a_longer_run() -> None:
-    """A finished cosine that gets more steps goes back up, and so does any other schedule that decays."""
-    cosine = OptimSection(schedule="cosine", lr=2e-3, warmup=0, final=0.0)
-    assert rate_rise(cosine, 100, 200, 100) == "from 4.93e-07 to 0.001"
-    assert rate_rise(cosine, 100, 100, 90) == rate_rise(cosine, 100, 80, 60) == ""
-
-
-def test_a_run_of_one_step() -> None:
-    assert schedule(OptimSection(warmup=0), 1)(0) == OptimSection().lr
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.integers(0, 50) | st.floats(0, 0.99),
-    st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 200),
-)  # fmt: skip
-def test_any_learning_rate_rises_once_and_falls_once(
-    name: Any, warmup: int | float, decay: float, final: float, num_steps: int
-) -> None:
-    optim = OptimSection(schedule=name, warmup=warmup, decay=decay, final=final, lr=2.0)
-    if refusal(optim, num_steps):
-        with pytest.raises(mw.ConfigError, match=r"warm-up|warmup"):
-            schedule(optim, num_steps)
-        return
-    lr = schedule(optim, num_steps)
-    each = [lr(step) for step in range(num_steps)]
-    top = each.index(max(each))
-    assert each[top] == 2.0
-    assert all(0 < a < b for a, b in pairwise(each[: top + 1]))
-    assert all(a >= b for a, b in pairwise(each[top:]))
-    assert each[-1] > 0
-    assert lr(num_steps) == pytest.approx(2.0 if name == "constant" else 2.0 * final)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-def test_only_a_constant_rate_refuses_a_final_rate(schedule: str) -> None:
-    def config(**optim: Any) -> Any:
-        return config_of(model="a", out="b", data=[{"path": "x"}], optim=dict(schedule=schedule, **optim))
-
-    default = config().optim.final
-    assert config(final=default).optim.final == default
-    if schedule == "constant":
-        with pytest.raises(mw.ConfigError, match=r"optim\.final: the schedule .constant. does not decay"):
-            config(final=default + 0.1)
-        return
-    assert config(final=default + 0.1).optim.final == default + 0.1
 
 
 def test_the_loop_gets_what_the_file_says(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from meshwright.plan.step_time import Flops
 from meshwright.train import loop
 from meshwright.train.loop import Loop, LoopOptions, Speed, perplexity_of
 from meshwright.train.resume_point import Position
-from meshwright.train.step_metrics import Measured
+from meshwright.train.step_metrics import BySource, Measured
 
 of = SimpleNamespace
 STEP_S = 10.0  # of each step, on a clock that stands still otherwise
@@ -110,6 +110,16 @@ def test_a_run_that_ends_early_saves_and_does_not_evaluate(
     assert run.events[-1][2] == {"why": why}
 
 
+def test_a_checkpoint_is_logged_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path in metrics.jsonl exists, whenever the run is killed."""
+    run = Run(monkeypatch, save_every=2)
+    for _, saving in zip(run.loop.steps(), [None, False, False, True, None, None, None], strict=True):
+        run.engine.saving = None if saving is None else of(succeeded=saving)
+    assert [each for each in run.kinds() if each[0] == "save" or each[1] in (4, 5, 6)] == [
+        ("step", 4), ("save", 2), ("step", 5), ("save", 4), ("step", 6), ("save", 6), ("save", 7),
+    ]  # fmt: skip
+
+
 def test_the_clock_of_rank_0_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, limit_s=1000.0)
     run.engine.model.mesh.broadcast_object = lambda late: run.calls == 2
@@ -144,7 +154,9 @@ def test_a_resumed_run_without_patience_left_ends(
 
 def test_three_skipped_steps_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, fails=[2, 3, 5, 6], on_nan="skip")
+    run.engine.loss = Mock(spec=BySource, take=Mock(return_value=[]))
     records = [record is None for record in run.loop.steps()]
+    assert run.engine.loss.take.call_count == 7, "a skipped step leaves no sums to the next one"
     assert records == [False, True, True, False, True, True, False]
     assert (run.loop.position.skipped, run.engine.discard.call_count) == (4, 4)
     assert [step for kind, step in run.kinds() if kind == "step"] == [1, 4, 7]

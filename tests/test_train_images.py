@@ -30,7 +30,6 @@ from meshwright.train.chat_session import open_chat
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
 from meshwright.train.resume_point import check_position
-from meshwright.train.teacher_files import check_no_images
 from meshwright.train.thumbnails import write_thumbnails
 from tests import parts, runs, seeing, shown, worlds
 from tests.fake_runs import fake_run
@@ -111,8 +110,6 @@ def test_a_video_and_an_image(model: Callable[[str], Path], tmp_path: Path) -> N
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one more than the row has": (row("<image><image>which?", images=["a.png"]), "shows one more image"),
-    "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
     "a mark of the model": (row("what is <|image_pad|>?"), "message 0 of the user holds the special token"),
     "of the assistant": ({"messages": [{"role": "user", "content": "draw"},
         {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}, "the assistant shows images"),
@@ -240,10 +237,6 @@ def test_images_are_named_and_shown(model: Callable[[str], Path], tmp_path: Path
     with Image.open(io.BytesIO(base64.b64decode(jpegs[0]))) as image:
         assert max(image.size) <= 160
     assert len("".join(jpegs)) < 8 * 8192
-    listed = json.loads((run / "images.json").read_text())["images"]
-    bad = [{**listed[0], "jpeg": '"><script>'}, {"file": 1}, 3, {**listed[0], "file": "<b>.png", "jpeg": "A" * 99999}]
-    (run / "images.json").write_text(json.dumps({"images": bad + listed[:1]}))
-    assert report_page([read_run(run)], {"command": "x", "date": "today"}).count("<img") == 1
 
 
 def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
@@ -367,10 +360,3 @@ def test_pairs_with_images(model: Callable[[str], Path], tmp_path: Path) -> None
         assert there[0][0] == pytest.approx(loss, rel=1e-9)
         assert sum(num for _, num, _ in there) == num * (2 if "tp" in mesh else 1)
         assert worst(there[0][2], grads) < 1e-9
-
-
-def test_stored_scores_of_images_are_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """A teacher's scores are stored by tokens, which do not hold images."""
-    data = prepared(config_file.read(file_of(tmp_path, model("qwen3_vl")))).data
-    with pytest.raises(mw.DataError, match=r"chats\.jsonl has images.*leave scores out.*distill\.teacher"):
-        check_no_images([data])

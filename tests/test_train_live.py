@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from rich.console import Console, RenderableType
 
 import meshwright as mw
 from meshwright.log import logger
-from meshwright.train import config_file, failure, launch, lock, loop, processes
+from meshwright.train import config_file, launch, lock, loop, processes
 from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lines, sparkline
 from meshwright.train.failure import Failure
-from meshwright.train.metrics import JsonLines, Lines
+from meshwright.train.metrics import JsonLines
 from meshwright.train.processes import Ended
 from tests.screenshot import BEGAN, run_state, step_line
 from tests.started import Started, forked_ranks, gone, listening
@@ -122,72 +121,6 @@ def test_a_file_is_followed(tmp_path: Path) -> None:
             assert [*tail.lines()] == whole
     assert [*Tail(tmp_path / "x", at_end=True).lines()] == []
     assert [*parsed_lines(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
-
-
-def test_plain_lines() -> None:
-    message: list[str] = []
-    lines = Lines(1_000_000, 10, message.append)
-    for step in range(1, 31):
-        lines.write("step", step, step_line(step))
-    assert [line.split("/")[0].split()[1] for line in message] == ["10", "20", "30"]
-    wild = {"train/loss": 123.45678, "train/grad_norm": 1.234e-05, "throughput/tokens_per_s": 12_345_678.0}
-    lines.write("step", 999_990, step_line(999_990, **wild, **{"time/step_s": 9e4}))
-    lines.write("step", 1_000_000, step_line(1_000_000, **{"train/loss": None}))
-    lines.write("eval", 40, {f"eval/set number {n}/loss": 1.0 for n in range(5)})
-    lines.write("start", 0, {"num_steps": 7})
-    lines.write("experts", 0, {"load": [[1]]})
-    lines.write("end", 40, {"why": ""})
-    assert all(len(row) <= 80 for line in message for row in line.splitlines())
-    assert "loss nan" in message[4]
-    assert len(message) == 6
-
-
-def record(folder: Path, rank: int, when: float, error: Exception) -> None:
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
-    failure.record(error, rank)
-    message = json.loads((folder / f"{rank}.json").read_text())
-    message["meshwright"]["time"] = when
-    (folder / f"{rank}.json").write_text(json.dumps(message))
-
-
-BLAMES = mw.RankError("rank 1 died")
-
-
-@pytest.mark.parametrize(
-    ("message", "codes", "first", "says", "final"),
-    [
-        ({0: (9.9, BLAMES), 1: (9.1, ValueError("x"))}, {0: (2, 9.0), 1: (2, 9.0)}, 1, "failed: ValueError: x", False),
-        ({0: (9.1, BLAMES), 1: (9.9, ValueError("x"))}, {0: (2, 9.0)}, 1, "failed: ValueError: x", False),
-        ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-9, 9.0), 2: (-15, 9.0)}, 1, "killed (SIGKILL)", False),
-        ({2: (9.1, ValueError("x"))}, {0: (-6, 9.0), 1: (-9, 39.0), 2: (2, 9.0)}, 2, "ValueError", False),
-        ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-15, 9.0)}, 0, "failed: rank 1 died", False),
-        ({}, {0: (-15, 9.0), 1: (1, 8.0)}, 1, "exit code 1; its last output:\n  line 2\n", False),
-        ({1: (9.0, mw.DataError("c.jsonl:7: bad"))}, {1: (2, 9.0)}, 1, "failed: c.jsonl:7: bad; its log", True),
-    ],
-)  # fmt: skip
-def test_the_first_failure_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Mapping[int, tuple[float, Exception]],
-    codes: Mapping[int, tuple[int, float]], first: int, says: str, final: bool,
-) -> None:  # fmt: skip
-    """A rank that fell because its peer did is not named, whatever reached the launcher first."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
-    (tmp_path / f"{first}.log").write_text("".join(f"line {n}\n" for n in range(10)))
-    for rank, (when, error) in message.items():
-        record(tmp_path, rank, when, error)
-    result = failure.first(codes, tmp_path, 3)
-    assert result is not None
-    assert (result.rank, result.final) == (first, final)
-    assert says in str(result)
-    assert str(result).endswith(f"its log is {tmp_path / f'{first}.log'}")
-
-
-def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path) -> None:
-    began = time.time() - 1
-    for error in (BLAMES, ValueError("x"), BLAMES):
-        failure.write_first(error, 1, began, tmp_path)
-    assert (tmp_path / "failure.txt").read_text().startswith("rank 1 failed: ValueError: x")
-    failure.write_first(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
-    assert "died" in (tmp_path / "failure.txt").read_text()
 
 
 def config_of(tmp_path: Path, *sets: str) -> Any:

@@ -26,14 +26,12 @@ from meshwright.mesh.memory_limits import expand_segments
 from meshwright.plan.devices import peak_of
 from meshwright.plan.step_time import Flops, flops_of
 from meshwright.sharding import Param
-from meshwright.train import config_file, loop
+from meshwright.train import config_file
 from meshwright.train.config import SampleSection
-from meshwright.train.loop import Loop, LoopOptions, Speed
+from meshwright.train.loop import Loop
 from meshwright.train.rank import PREFIX, _Prefixed
-from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
-from meshwright.train.step_metrics import BySource, Measured, Reading, gather_readings, squares_of
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -116,12 +114,6 @@ def test_operations_of_what_is_frozen_and_of_delta_nets(tmp_path: Path) -> None:
     assert len(nets) > 0
     assert flops.per_token == 6 * wide + rule
     assert (peak_of("NVIDIA H100 80GB HBM3"), peak_of("cpu")) == (989e12, None)
-
-
-def test_squares_are_of_all_documents_and_no_filler() -> None:
-    full, filled = mw.pack([[1, 2], [3, 4, 5]]), mw.pack([[1, 2], [3, 4, 5]], length=12)
-    assert squares_of([full]) == squares_of([filled]) == 4 + 9
-    assert squares_of([full, filled]) == 2 * (4 + 9)
 
 
 def rising(at: Path, **train: Any) -> Path:
@@ -213,64 +205,6 @@ def test_the_best_weights_are_those_of_the_last_start(tmp_path: Path) -> None:
     assert contents[0] != contents[1]
 
 
-def test_a_lower_loss_renews_the_patience() -> None:
-    """A run that gets worse, then better than it ever was, then worse again."""
-    result = iter([3.0, 4.0, 2.0, 4.0, 4.0])
-    engine: Any = SimpleNamespace(evaluate=lambda _: next(result), metrics={})
-    nothing: Any = None
-    habits = LoopOptions(save_every=0, patience=2)
-    training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})
-    whys = [training.evaluate() and training.why for _ in range(5)]
-    assert whys == ["", "", "", "", "early stopping"]
-
-
-def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
-    """The loss of an evaluation leaves it out too, so that the two are comparable."""
-    message: list[dict[str, Any]] = []
-    nothing: Any = None
-    engine: Any = SimpleNamespace(max_norm=1.0, tokens=0)
-    feed: Any = SimpleNamespace(streams_per_step=1, documents=[], plan=SimpleNamespace(epochs_before=float))
-    sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append(values))
-    speed = Speed(Flops(0.0, 0.0))
-    each = Loop(engine, feed, 9, Position("plan"), Path(), LoopOptions(0), nothing, speed, [sink])
-    record = mw.StepRecord(0, 3.5, 1.0, 0.1, 5, 6, torch.ones(1, 2), router_loss=0.5)
-    each._log_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
-    assert (message[-1]["train/loss"], message[-1]["train/router_loss"]) == (3.0, 0.5)
-
-
-def step_that_is_skipped() -> list[float]:
-    """The losses by source that are left after a step that scored its batches and then failed."""
-    loss = BySource(2)
-
-    def scores_and_fails(_: Any) -> None:
-        loss._sums.append(torch.full((2, 2), float("nan")))
-        raise mw.NonFiniteError("the loss is nan")
-
-    model = SimpleNamespace(mesh=mw.Mesh())
-    engine: Any = SimpleNamespace(loss=loss, step=scores_and_fails, discard=Mock(), model=model)
-    feed: Any = SimpleNamespace(streams_per_step=1, documents=[], step=lambda _: ([], 1))
-    run = Loop(engine, feed, 9, Position("plan"), Path(), LoopOptions(0, on_nan="skip"), Mock(signal=0), Mock())
-    run._skips_in_a_row = 0
-    assert run._step()[0] is None
-    return loss.take()
-
-
-def test_a_skipped_step_leaves_no_losses_by_source() -> None:
-    assert worlds.run(1, step_that_is_skipped) == [[0.0] * 4]
-
-
-def logged_squares(**sizes: int) -> float:
-    mesh = mw.Mesh(**sizes)
-    return gather_readings(mesh, Reading(0, 0.0, 1.0, 7.0 + mesh.data_rank, ()), "the test").squares
-
-
-def test_the_squares_of_a_data_rank_count_once() -> None:
-    """However many ranks share its tokens."""
-    cases = {axis: functools.partial(logged_squares, **{axis: 2}) for axis in ("tp", "cp", "pp", "fsdp")}
-    result = worlds.in_turn(2, cases)
-    assert result == {"tp": [7.0] * 2, "cp": [7.0] * 2, "pp": [7.0] * 2, "fsdp": [7.0 + 8.0] * 2}
-
-
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_moe")
     chats(tmp_path / "chats.jsonl")
@@ -293,46 +227,16 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert step["memory/peak_bytes"] > 10**7
 
 
-def test_a_checkpoint_is_logged_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every path in metrics.jsonl exists, whenever the run is killed."""
-    message: list[tuple[int, str]] = []
-    engine: Any = SimpleNamespace(saving=None, steps=0)
-    feed: Any = SimpleNamespace(streams_per_step=1)
-    sink: Any = SimpleNamespace(write=lambda kind, step, values: message.append((step, values["path"])))
-    each = Loop(engine, feed, 9, Position("plan"), tmp_path, LoopOptions(1), Any, Any, [sink])
-    each._saved_at = -1
-
-    def saved(*args: object, wait: bool, **more: object) -> Path:
-        engine.saving = None if wait else SimpleNamespace(succeeded=False)
-        return tmp_path / f"step-{each.step_number}"
-
-    monkeypatch.setattr(loop, "save", saved)
-    monkeypatch.setattr(loop, "_is_multiple", lambda number, every: number in (1, 3))
-    for each.position.stream in (1, 2):
-        each._after_step()
-    assert message == []
-    engine.saving.succeeded = True
-    each.position.stream = 3
-    each._after_step()
-    assert message == [(1, str(tmp_path / "step-1"))]
-    each.position.stream = 4
-    each.save(wait=True)
-    assert message[1:] == [(3, str(tmp_path / "step-3")), (4, str(tmp_path / "step-4"))]
-
-
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(
     ("device", "begun", "before", "after"),
     [
-        (True, False, {}, SEGMENTS),
-        (True, False, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
-        (True, False, {"PYTORCH_ALLOC_CONF": ""}, None),
-        (True, True, {}, None),
-        (False, False, {}, None),
+        (True, False, {}, SEGMENTS), (True, False, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        (True, False, {"PYTORCH_ALLOC_CONF": ""}, None), (True, True, {}, None), (False, False, {}, None),
     ],
-)
+)  # fmt: skip
 def test_segments_grow_unless_the_user_says_otherwise(
     device: bool, begun: bool, before: dict[str, str], after: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

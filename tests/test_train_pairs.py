@@ -257,12 +257,9 @@ def test_the_reference_is_the_model_without_adapters_or_another(tmp_path: Path) 
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "options of another": (["simpo.margin=2.0"], words("simpo", 'objective = "simpo"', '"dpo"')),
     "beta": (["dpo.beta=0.0"], words(r"dpo\.beta", "above 0")),
     "smoothing of ipo": (['dpo.kind="ipo"', "dpo.label_smoothing=0.1"], words("label_smoothing", "ipo")),
-    "tokens": (['data.0.kind="tokens"'], words(r"data\[0\]\.kind", "one document")),
     "joined": (['data.0.turns="joined"'], words(r"data\[0\]\.turns")),
-    "cut": (['data.0.too_long="cut"'], words(r"data\[0\]\.too_long", "drop")),
     "samples of a reward model": (['objective="reward"', "dpo=", 'sample.prompts=["Hi"]'], words("sample.prompts")),
     "labels": (['objective="classify"', "dpo=", 'classify.labels=["a", "a"]'], words("classify.labels", "different")),
 }
@@ -315,12 +312,12 @@ def with_scores(path: Path, *sets: str) -> tuple[int, int]:
 
 
 def test_a_teacher_is_asked_once(tmp_path: Path) -> None:
-    """Scores are kept in files, of held-out data too. A killed run scores what lacks; another teacher is refused."""
-    model, teacher = runs.source(tmp_path / "m", "qwen3"), runs.source(tmp_path / "teacher", "qwen3_moe")
+    """Scores are kept in files, of held-out data too. A killed run scores what lacks."""
+    model, _ = runs.source(tmp_path / "m", "qwen3"), runs.source(tmp_path / "teacher", "qwen3_moe")
     scores, options = tmp_path / "scores", {"options": {"scores": str(tmp_path / "scores")}}
     asked, *kept = (
         file_of(tmp_path / name, "distill", model, **({} if name == "asked" else options))
-        for name in ("asked", "one", "two", "three", "four")
+        for name in ("asked", "one", "two", "three")
     )
     [(_, scored)] = worlds.run(1, with_scores, asked)
     assert not scored
@@ -345,18 +342,6 @@ def test_a_teacher_is_asked_once(tmp_path: Path) -> None:
     [(loaded, scored)] = worlds.run(1, with_scores, kept[2], "train.steps=4")
     assert loaded == 1
     assert scored > 0
-    _refused_when_stale(kept[3], teacher)
-
-
-def _refused_when_stale(path: Path, teacher: Path) -> None:
-    for sets, why in (["distill.temperature=3.0"], "temperature=2.0, and 3.0"), (["distill.top_k=9"], "top_k=7"):
-        with pytest.raises(mw.MeshwrightError, match=words(r"teacher\.json", why)):
-            worlds.run(1, with_scores, path, *sets)
-    weights = teacher / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(mw.MeshwrightError, match=words("teacher=", "is wanted", "another directory")):
-        worlds.run(1, with_scores, path)
 
 
 @pytest.mark.parametrize(("objective", "names"), [("classify", {"bad", "good", "odd"}), ("rerank", {"n", "y"})])

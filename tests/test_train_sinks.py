@@ -162,6 +162,17 @@ def test_lines_of_the_terminal() -> None:
         "step 40  save: out/step-40, 1.5 s",
         "step 40  ended by signal 15",
     ]
+    said.clear()
+    lines = Lines(1_000_000, 10, said.append)
+    wild = {"train/loss": 123.45678, "train/grad_norm": 1.234e-05, "throughput/tokens_per_s": 12_345_678.0}
+    lines.write("step", 999_990, {**PLAIN, **wild, "time/step_s": 9e4})
+    lines.write("step", 1_000_000, {**PLAIN, "time/step_s": 4.0, "train/loss": None})
+    lines.write("eval", 40, {f"eval/set number {n}/loss": 1.0 for n in range(5)})
+    for kind, values in (("start", {"num_steps": 7}), ("experts", {"load": [[1]]}), ("end", {"why": ""})):
+        lines.write(kind, 40, values)
+    assert len(said) == 3
+    assert all(len(row) <= 80 for each in said for row in each.splitlines())
+    assert "loss nan" in said[1]
 
 
 @pytest.mark.parametrize(

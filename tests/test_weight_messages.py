@@ -132,6 +132,11 @@ def test_a_lost_receiver_ends_the_stream(lost_at: int, what: str) -> None:
     assert list(left) == []
 
 
+def test_a_message_of_another_sender_is_no_stream() -> None:
+    with pytest.raises(RankError, match="no stream of weights"):
+        received([torch.full((16,), 200, dtype=torch.uint8)])
+
+
 def test_a_rank_outside_of_the_group_only_iterates() -> None:
     left = iter(TENSORS.items())
     send_to_group(left, SPECS, None)

@@ -331,21 +331,3 @@ def test_a_sender_or_receiver_that_never_comes(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 30)
     assert "about 100 characters" in error_of(lambda: send_to_process({}.items(), [], long, timeout_s=0.05))
     assert "bucket_bytes=0" in error_of(lambda: send_to_group({}.items(), [], object(), bucket_bytes=0))
-
-
-def of_another_rank() -> list[str]:
-    """A receiver that names itself, or no rank; and a first message that is none of a stream."""
-    group, answers = mesh_of(dict(fsdp=2)).process_group(("pp", "replicate", "fsdp", "cp", "tp")), []
-    answers += [error_of(lambda src=src: list(receive_from_group(group, src))) for src in (dist.get_rank(), 2, -1)]
-    if dist.get_rank():
-        answers.append(error_of(lambda: list(receive_from_group(group, 0))))
-    else:
-        group.broadcast([torch.full((16,), 200, dtype=torch.uint8)]).wait()
-    return answers
-
-
-def test_a_receiver_that_names_another_sender_is_refused() -> None:
-    sender, receiver = worlds.run(2, of_another_rank)
-    for answers in (sender[:3], receiver[:3]):
-        assert all("is not another rank of this group of 2" in answer for answer in answers), answers
-    assert "no stream of weights" in receiver[3]

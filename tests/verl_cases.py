@@ -188,10 +188,7 @@ def contract(source: Path, at: Path) -> dict[str, Any]:
         name: refusal(functools.partial(engine.forward_backward_batch, Data(share(engine), **change), sft))
         for name, change in {
             "images": dict(multi_modal_inputs=[{"pixel_values": 1}]),
-            "top-k": dict(distillation_use_topk=True),
             "temperatures": dict(temperature=torch.tensor([0.5, 1.0, 1.0])),
-            "padded": dict(input_ids=torch.zeros(3, 5, dtype=torch.int64)),
-            "positions": dict(position_ids=share(engine)["input_ids"]),
             "one rank": dict(calculate_sum_pi_squared=engine.get_data_parallel_rank() == 1),
         }.items()
     }

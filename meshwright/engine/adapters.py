@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
