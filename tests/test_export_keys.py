@@ -299,7 +299,7 @@ def test_which_small_files_are_copied(tmp_path: Path, modules: str) -> None:
     listed = json.dumps([*({"path": path} for path in given), {"name": "2_Other"}, "2_Other"])
     (tmp_path / "modules.json").write_text(listed if modules == "list" else modules)
     small = small_files.read_small(tmp_path)
-    assert small.names == sorted([*copied[0 if modules == "list" else 2 :], "modules.json"])
+    assert [*small.kept] == small.names == sorted([*copied[0 if modules == "list" else 2 :], "modules.json"])
     assert small.kept["LICENSE"] == b"LICENSE"
 
 

@@ -117,8 +117,9 @@ def test_only_an_export_is_replaced(tmp_path: Path, case: str) -> None:
 def test_the_source_and_the_working_directory_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(tmp_path, "link")
     (tmp_path / "link").symlink_to("m")
-    with pytest.raises(FileExistsError, match=words(r"/m\b", "loaded from", "choose another")):
-        check_target(target)
+    for source in ("m", "link"):
+        with pytest.raises(FileExistsError, match=words(r"/m\b", "loaded from", "choose another")):
+            check_target(replace(target, source=tmp_path / source))
     (tmp_path / "work").mkdir()
     for name, at in (("work", "work"), ("out", "out/additional_chat_templates")):
         monkeypatch.chdir(tmp_path / at)
