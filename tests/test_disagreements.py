@@ -211,6 +211,7 @@ def test_a_step_is_the_sum_over_data_ranks() -> None:
         "ranks 2 and 3 are one data rank": (one, one, two, replace(two, checksum=9)),
         "no token of the step has a label": (Data(num_batches=1),) * 4,
         "sum to -1.0; give some target a weight": (replace(one, weight=-1.5),) * 2 + (two,) * 2,
+        "sum to 0.0; give some target a weight": (replace(one, weight=-0.5),) * 2 + (two,) * 2,
     }
     for text, data in wrong.items():
         with pytest.raises((RankError, mw.DataError), match=re.escape(text)):
