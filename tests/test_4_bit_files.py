@@ -310,17 +310,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] =
     "twice": (lambda c, f: f.update({KEY: torch.ones(64, 96)}), LoadError, "remove one of them"),
     "no config": (lambda c, f: c.pop("quantization_config"), LoadError, "has no model.layers.0.self_attn.q_proj"),
     "groups of 64": (lambda c, f: change_weights(c, group_size=64), LoadError, "group_size 64"),
-    "whole numbers": (lambda c, f: change_weights(c, type="int"), LoadError, "4 bits of 'int'"),
-    "zero points": (lambda c, f: change_weights(c, symmetric=False), LoadError, "symmetric=false"),
-    "6 bits": (lambda c, f: of(c, format="mxfp6-pack-quantized"), LoadError, "'mxfp6-pack-quantized'"),
-    "int4": (lambda c, f: of(c, format="pack-quantized"), LoadError, "format 'pack-quantized'"),
-    "no format": (lambda c, f: of(c, format=None), LoadError, "format None"),
-    "transformed": (lambda c, f: of(c, transform_config={"config_groups": {}}), LoadError, "transform_config"),
     "two formats": (lambda c, f: c["quantization_config"]["config_groups"].update(
         group_1=quantization_config("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}),
         LoadError, "2 different"),
-    **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, repr(method))
-       for method in ("modelopt", "gptq", "awq", "mxfp4")},
 }  # fmt: skip
 
 

@@ -345,12 +345,10 @@ def test_weights_are_verified_without_the_other_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "at", "refused"),
     [
-        ("a.safetensors", 3, True),
-        ("a.safetensors", 4, False),
-        ("masterpiece.txt", 0, True),
+        ("a.safetensors", 3, True), ("a.safetensors", 4, False), ("masterpiece.txt", 0, True),
         ("masterpiece.txt", 9, True),
     ],
-)
+)  # fmt: skip
 def test_headers_and_small_files_are_verified_at_once(tmp_path: Path, file: str, at: int, refused: bool) -> None:
     """Tensors are verified as they are read."""
     without_state(tmp_path)

@@ -28,6 +28,7 @@ from meshwright.train.data_sources import model_directory
 from meshwright.weights import Entry
 from tests import tiny, worlds
 from tests.test_checkpoint_broken import error_of, flip
+from tests.test_checkpoint_functions import make
 from tests.words import words
 
 CARRIED = "mtp.fc.weight"
@@ -178,13 +179,6 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     assert resume_point._resume_source(config, tmp_path) == (folder, "")
     with pytest.raises(mw.CheckpointError, match="no complete checkpoint"):
         open_newest(folder, [])
-
-
-def make(at: Path, step: int) -> Path:
-    """Make a checkpoint without files."""
-    with folder.Draft(at, step) as draft:
-        draft.commit(Manifest(step, {"weights": ""}, {}, {}, {}))
-    return draft.final
 
 
 def test_a_save_keeps_no_file_open_and_removes_no_later_step(tmp_path: Path) -> None:

@@ -293,12 +293,6 @@ def test_a_rank_that_stores_nothing_of_what_is_trained(source: Path) -> None:
     assert worlds.run(2, only_the_head, source) == [["head.weight"]] * 2
 
 
-def test_a_mistake_inside_the_loss_stays_what_it_is(source: Path) -> None:
-    loss = lambda scores, _: scores["logprobs"] * {}["clip"]  # noqa: E731
-    with pytest.raises(RankError, match="KeyError: 'clip'"):
-        worlds.run(1, lambda: build(source, {}, loss=loss).step(tiny.batches(0)))
-
-
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -311,29 +305,6 @@ def test_a_mistake_inside_the_loss_stays_what_it_is(source: Path) -> None:
 def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str) -> None:
     with pytest.raises(RankError, match=pattern):
         worlds.run(1, lambda: mw.load(source, **options))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "pattern"),
-    [
-        (dict(tp=3), words("MeshError", "tp=3", r"\b3 processes", r"\b2\b", "torchrun --nproc-per-node 3")),
-        (dict(fsdp=2, ep=3), words("MeshError", "ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
-        (dict(fsdp=0), words("MeshError", r"fsdp=0\b")),
-    ],
-    ids=str,
-)
-def test_meshes_that_cannot_be(mesh: dict[str, int], pattern: str) -> None:
-    with pytest.raises(RankError, match=pattern):
-        worlds.run(2, lambda: mw.Mesh(**mesh))
-
-
-def test_tp_that_divides_nothing(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    with pytest.raises(
-        RankError,
-        match=words("LayoutError", "tp=3", r"\bheads=4\b", r"layers\.0\.mixer\.q\.weight\b", "tp from 1, 2, 4"),
-    ):
-        worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
 
 
 def test_pack_refuses_what_does_not_fit() -> None:

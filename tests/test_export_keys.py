@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.errors import ExportError, LoadError, MissingKey
+from meshwright.errors import ConfigError, ExportError, LoadError, MissingKey
 from meshwright.ops.codings import FOUR_BITS, divisor_for_amax
 from meshwright.sharding import Block, Box, Layout, Param, Table
 from meshwright.weights import directory, keymap, reader, small_files
@@ -69,6 +69,12 @@ def test_another_dtype_widens_exact_keys_and_keeps_carried_ones(dtype: torch.dty
     after = before.recast(dtype, exact={"log", "bias"})
     assert {name: each.dtype for name, each in after.keys.items()} == expected
     assert [*after.keys] == [*before.keys]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn, torch.bool])
+def test_no_export_has_a_dtype_that_holds_no_weights(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"dtype={dtype} is not .* choose from .*torch\.bfloat16"):
+        key_map(key("w")).recast(dtype)
 
 
 def test_parts_of_a_key_map() -> None:
@@ -284,7 +290,8 @@ def test_a_file_is_read_until_all_bytes_are_there(tmp_path: Path, monkeypatch: p
 def test_which_small_files_are_copied(tmp_path: Path, modules: str) -> None:
     """Folders of modules lie in the directory itself, and are no links to other places."""
     copied = ["1_Pooling/config.json", "1_Pooling/sub/x.bin", "additional_chat_templates/a.txt", "LICENSE", "b.jinja"]
-    for name in (*copied, "x.bin", "trainer.json", "meshwright.json", INDEX, "2_Other/config.json", "2_Other/sub/y.md"):
+    others = ["x.bin", "m.st", "x.bin.index.json", "trainer.json", "meshwright.json", INDEX]
+    for name in (*copied, *others, "2_Other/config.json", "2_Other/sub/y.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "3_Link").symlink_to(tmp_path / "2_Other")
@@ -292,7 +299,7 @@ def test_which_small_files_are_copied(tmp_path: Path, modules: str) -> None:
     listed = json.dumps([*({"path": path} for path in given), {"name": "2_Other"}, "2_Other"])
     (tmp_path / "modules.json").write_text(listed if modules == "list" else modules)
     small = small_files.read_small(tmp_path)
-    assert small.names == sorted([*copied[0 if modules == "list" else 2 :], "modules.json"])
+    assert [*small.kept] == small.names == sorted([*copied[0 if modules == "list" else 2 :], "modules.json"])
     assert small.kept["LICENSE"] == b"LICENSE"
 
 

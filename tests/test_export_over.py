@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.weights import directory, output_dir, writer
+from meshwright.weights.output_dir import Target, atomic_directory, check_target
 from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
 from tests.trials import error_of
@@ -77,7 +79,7 @@ def of_another(name: str) -> Change:
 
 
 KEPT: dict[str, tuple[Change, str]] = {
-    "notes": (of_another("notes.txt"), words(r"/out holds notes\.txt", "remove", "another directory")),
+    "notes": (of_another("notes.txt"), words(r"/out holds notes\.txt", "move", "another directory")),
     "an optimizer's file": (of_another("optimizer.safetensors"), r"holds optimizer\.safetensors"),
     "a hidden file": (of_another(".gitignore"), r"holds \.gitignore"),
     "a folder": (lambda out: (out / "runs").mkdir(), r"holds runs"),
@@ -90,30 +92,39 @@ KEPT: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-def both_refuse(source: Path, out: Path) -> tuple[str, str]:
-    model = mw.load(source, mw.Mesh(fsdp=dist.get_world_size() if dist.is_initialized() else 1))
-    check = error_of(lambda: mw.check_export(model, out, overwrite=True))
-    return check, error_of(lambda: mw.export(model, out, overwrite=True))
+def target_of(at: Path, name: str = "out", overwrite: bool = True) -> Target:
+    """Return the target of an export of `m` in a directory, and make an earlier export of the same files."""
+    names = {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinja", "model.safetensors"}
+    for folder in ("m", "out"):
+        for file in names:
+            (at / folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (at / folder / file).write_text(file)
+    return Target(at / name, 10, frozenset(names), at / "m", overwrite)
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_only_an_export_is_replaced(source: Path, tmp_path: Path, case: str) -> None:
+def test_only_an_export_is_replaced(tmp_path: Path, case: str) -> None:
     change, pattern = KEPT[case]
-    shutil.copytree(source, tmp_path / "out")
+    target = target_of(tmp_path)
+    check_target(target)
     change(tmp_path / "out")
     before = bytes_of(tmp_path)
-    [texts] = worlds.run(1, both_refuse, source, tmp_path / "out")
-    for text in texts:
-        assert re.search(words("^ExportError: nothing", pattern), text), text
+    with pytest.raises(FileExistsError, match=pattern), atomic_directory(target):
+        pass
     assert bytes_of(tmp_path) == before
 
 
-def test_the_source_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(source)
-    before = bytes_of(source)
-    [texts] = worlds.run(1, both_refuse, source, tmp_path / "link")
-    assert all(re.search(words(r"/m\b", "loaded from", "choose another"), text) for text in texts), texts
-    assert bytes_of(source) == before
+def test_the_source_and_the_working_directory_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(tmp_path, "link")
+    (tmp_path / "link").symlink_to("m")
+    for source in ("m", "link"):
+        with pytest.raises(FileExistsError, match=words(r"/m\b", "loaded from", "choose another")):
+            check_target(replace(target, source=tmp_path / source))
+    (tmp_path / "work").mkdir()
+    for name, at in (("work", "work"), ("out", "out/additional_chat_templates")):
+        monkeypatch.chdir(tmp_path / at)
+        with pytest.raises(FileExistsError, match=words(rf"/{at}\b", "working directory")):
+            check_target(replace(target, directory=tmp_path / name))
 
 
 def overwritten(source: Path, out: Path) -> str:
@@ -200,22 +211,28 @@ def test_after_a_kill_nothing_is_lost(
         assert whole is None or bytes_of(whole) == bytes_of(source)
 
 
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000, total=10**9))
-
-
-def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root has it everywhere."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(tmp_path, "new/out")
+    for name, message in (("m", "not empty.*overwrite=True"), ("m/config.json/out", "is a file")):
+        with pytest.raises(OSError, match=message):
+            check_target(replace(target, directory=tmp_path / name, overwrite=False))
+    disk = lambda free, total: lambda _: SimpleNamespace(free=free, total=total)  # noqa: E731 - short
+    fakes: tuple[tuple[Any, str, Any, str], ...] = (
+        (shutil, "disk_usage", disk(9, 99), "^10 bytes.* has room for 9;"), (shutil, "disk_usage", disk(10, 99), ""),
+        (shutil, "disk_usage", disk(0, 0), ""),  # a file system that does not report its size is not judged
+        (os, "access", lambda path, mode: False, "no permission"),  # root has it everywhere
+        (Path, "is_mount", lambda path: path.name == "out", "is a mount point"),
+    )  # fmt: skip
+    for owner, name, fake, message in fakes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fake)
+            with pytest.raises(OSError, match=message) if message else contextlib.nullcontext():
+                check_target(target)
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.json" and access(path, mode))
-
-
-def mounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "out")
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +241,8 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {
     "in use": ("m", nothing, {}, words(r"/m\b", "not empty", "overwrite=True")),
-    "a mount point": ("out", mounted, {}, r"\bmount point\b"),
-    "no room": ("a/b/out", no_room, {}, words(r"\b\d{5,} bytes\b", r"\b1000\b")),
-    "no permission": ("a/b/out", no_permission, {}, words("no permission", "mode")),
+    "another's": ("m", nothing, dict(overwrite=True), words("ExportError: nothing", "loaded from")),
     "a small file": ("out", unreadable, {}, words(r"config\.json", "cannot be read", "mode")),
-    "inside of a file": ("m/config.json/out", nothing, {}, words(r"config\.json", "file", "another directory")),
     "no dtype of weights": ("out", nothing, dict(dtype=torch.int8), words("ConfigError", r"torch\.int8")),
     "a value": ("out", nothing, dict(dtype=torch.float16), words(r"\b1e\+30\b", r"torch\.float16")),
 }
@@ -266,14 +280,15 @@ def test_a_check_that_passes_writes_nothing(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_small_file_that_was_not_there_is_missed_before_the_training(source: Path, tmp_path: Path) -> None:
-    def gone() -> str:
+    def gone() -> list[str]:
         (source / "tokenizer.json").unlink()
         (source / "tokenizer.json").symlink_to("nowhere")
         model = mw.load(source)
-        return error_of(lambda: mw.check_export(model, tmp_path / "out"))
+        return [error_of(lambda call=call: call(model, tmp_path / "out")) for call in (mw.check_export, mw.export)]
 
-    [text] = worlds.run(1, gone)
-    assert re.search(words(r"tokenizer\.json", r"\blink\b"), text), text
+    for text in worlds.run(1, gone)[0]:
+        assert re.search(words("ExportError", r"tokenizer\.json", r"\blink\b"), text), text
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:

@@ -11,23 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
-from meshwright.errors import RankError
 from meshwright.weights import small_files
 from tests import tiny, worlds
 from tests.test_weights import same_files
 from tests.words import words
-
-
-def test_export_next_to_a_broken_link(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    (source / "tokenizer.json").symlink_to(tmp_path / "gone.json")
-    with pytest.raises(RankError, match=words("ExportError", r"tokenizer\.json", r"\blink\b")):
-        worlds.run(1, export_into, source, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["m"]
-
-
-def export_into(source: Path, out: Path) -> None:
-    mw.export(mw.load(source), out)
 
 
 def changed_after_loading(source: Path, out: Path) -> str:
@@ -68,42 +55,12 @@ def test_small_files_are_those_that_the_model_was_loaded_with(tmp_path: Path) ->
     assert not (tmp_path / "out" / "refused").exists()
 
 
-def test_export_where_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    with pytest.raises(RankError, match=words("ExportError", r"/work\b", "working directory")):
-        worlds.run(1, export_into, source, Path())
-
-
-def test_an_empty_directory_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir(0o700)
-    worlds.run(1, export_into, tiny.directory(tmp_path / "m", "qwen3"), tmp_path / "out")
-    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
-
-
 def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tiny.directory(tmp_path / "m", "qwen3"))
     worlds.run(1, lambda: mw.export(mw.load("~/m"), "~/out"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
     assert not (tmp_path / "m" / "~").exists()
-
-
-def test_a_link_that_moves_on(tmp_path: Path) -> None:
-    """An export never mixes the weights of one step with the tokenizer of another."""
-    for step in "AB":
-        (tiny.directory(tmp_path / step, "qwen3") / "tokenizer.json").write_text(step)
-    (tmp_path / "latest").symlink_to(tmp_path / "A")
-    worlds.run(1, export_of_a_link, tmp_path)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "A"
-
-
-def export_of_a_link(at: Path) -> None:
-    model = mw.load(at / "latest")
-    (at / "latest").unlink()
-    (at / "latest").symlink_to(at / "B")
-    mw.export(model, at / "out")
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
@@ -130,16 +87,3 @@ def trained_and_loaded_again(source: Path, out: Path) -> None:
     mw.Engine(model, lr=1e-2).step(tiny.batches(0))
     mw.export(model, out)
     mw.load(out)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_of_float64_that_nothing_narrower_holds(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(RankError, match=words("ExportError", r"\b1e\+39\b", str(dtype), "dtype=")):
-        worlds.run(1, overflowing, tiny.directory(tmp_path / "m", "qwen3"), tmp_path / "out", dtype)
-    assert not (tmp_path / "out").exists()
-
-
-def overflowing(source: Path, out: Path, dtype: torch.dtype) -> None:
-    model = mw.load(source, dtype=torch.float64)
-    next(iter(model.stored().values())).view(-1)[3] = -1e39
-    mw.export(model, out, dtype=dtype)

@@ -231,9 +231,7 @@ def test_sides_without_whole_blocks_are_refused_on_any_mesh() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(fp8="rowwise"), words("fp8='rowwise'", "fp8='block'")),
         (dict(fp8=True), words("fp8=True", "fp8='block'")),
-        (dict(fp8_skip="layers.*"), words("skips nothing", "fp8='block'")),
         (dict(fp8="block", fp8_skip="nothing.*"), words("matches no parameter", "fp8_skip")),
         (dict(fp8="block", fp8_skip="embed*"), words("matches only parameters", "embed")),
         (dict(fp8="block", fp8_skip=["*"]), words("leaves no matmul")),

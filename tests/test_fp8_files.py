@@ -182,16 +182,6 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], 
     "whole numbers": (lambda c, f: f.update({KEY + "_scale_inv": f[KEY + "_scale_inv"].long()}), "I64; scales must be"),
     "no config": (lambda c, f: c.pop("quantization_config"), "is F8_E4M3; layers."),
     "another method": (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq'"),
-    "awq": (lambda c, f: c["quantization_config"].update(quant_method="awq"), "'awq'"),
-    "bitsandbytes": (lambda c, f: c["quantization_config"].update(quant_method="bitsandbytes"), "only nf4 in uint8"),
-    "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
-    "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
-    "a bad block": (lambda c, f: c["quantization_config"].update(weight_block_size=[128]), "rows and columns"),
-    "no groups": (lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors",
-        config_groups={"a": "x"}), "None bits"),
-    "four bits": (lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors",
-        format="nvfp4-pack-quantized", config_groups={"a": {"weights": {"num_bits": 4, "type": "float",
-        "strategy": "tensor_group"}}}), "4 bits of 'float'"),
 }  # fmt: skip
 
 

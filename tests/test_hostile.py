@@ -148,6 +148,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weight_map": (lambda at: (good(at), (at / INDEX).write_text("{}")), r"\bweight_map\b.*\bNone\b"),
     "weight_map of a list": (lambda at: index(at, ["a"]), r"\bweight_map\b.*\['a'\]"),
     "weight_map of numbers": (lambda at: index(at, {"a": 1}), words("weight_map", r"\bkeys\b", r"\bnames\b")),
+    "weight_map of a number among names": (lambda at: (good(at), index(at, {"a": "a.safetensors", "b": None})), "None"),
     "empty weight_map": (lambda at: (good(at), index(at, {})), r"\bweight_map\b.*\{\}"),
     "index metadata of a list": (lambda at: (at / INDEX).write_text('{"metadata":[],"weight_map":{"a":"a"}}'), r"not "),
     "doubled key in index": (
@@ -212,7 +213,7 @@ def test_links_to_regular_files_are_fine(tmp_path: Path) -> None:
 
 
 def test_empty_and_scalar_tensors_are_fine(tmp_path: Path) -> None:
-    shapes = {"e": ((0, 4), (0, 0)), "s": ((), (0, 4)), "f": ((3, 0), (4, 4))}
+    shapes = {"s": ((), (0, 4)), "e": ((0, 4), (0, 0)), "f": ((3, 0), (4, 4))}  # an empty one begins where another does
     header = {key: spec("F32", shape, offsets) for key, (shape, offsets) in shapes.items()}
     (tmp_path / "model.safetensors").write_bytes(written(header, b"\0" * 4))
     assert {k: e.shape for k, e in open_source(tmp_path).entries.items()} == {k: s for k, (s, _) in shapes.items()}

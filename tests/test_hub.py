@@ -109,4 +109,4 @@ def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     tiny.directory(tmp_path / "org" / "tiny", "qwen3")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert worlds.run(1, lambda: mw.load("org/tiny").bytes_read)[0] > 0
+    assert worlds.run(1, lambda: mw.load("org/tiny").directory) == [tmp_path / "org" / "tiny"]

@@ -41,13 +41,10 @@ def test_the_last_block_of_a_row_may_be_shorter(columns: int, blocks: int) -> No
 @pytest.mark.parametrize(
     ("of", "quantised"),
     [
-        (param("w", 256), True),
-        (param("w", 255), False),
-        (param("w"), False),
-        (param("w", 256, adapter=True), False),
+        (param("w", 256), True), (param("w", 255), False), (param("w"), False), (param("w", 256, adapter=True), False),
         (param("w", 256, by_rows=True), False),
     ],
-)
+)  # fmt: skip
 def test_matrices_with_a_whole_block_in_each_row_are_quantised(of: Param, quantised: bool) -> None:
     assert is_quantised(of) == quantised
     piece = (3, of.matrix[1] if of.cols else 1)

@@ -50,12 +50,10 @@ def test_terms_without_a_label_are_known() -> None:
 @pytest.mark.parametrize(
     ("per", "terms", "rows", "sizes", "groups"),
     [
-        ("document", [1, 4], [2, 7, 8], [1, 2], [0, 0]),
-        ("document", [0, 3], [0, 1, 6], [2, 1], [0, 1]),
-        ("group", [1, 2], [2, 6, 7, 8], [1, 1, 2], [0, 1, 0]),
-        ("group", [0], [0, 1, 3, 4, 5], [2, 3], [0, 0]),
+        ("document", [1, 4], [2, 7, 8], [1, 2], [0, 0]), ("document", [0, 3], [0, 1, 6], [2, 1], [0, 1]),
+        ("group", [1, 2], [2, 6, 7, 8], [1, 1, 2], [0, 1, 0]), ("group", [0], [0, 1, 3, 4, 5], [2, 3], [0, 0]),
     ],
-)
+)  # fmt: skip
 def test_a_part_has_the_rows_of_its_documents(
     per: str, terms: list[int], rows: list[int], sizes: list[int], groups: list[int]
 ) -> None:
@@ -140,13 +138,11 @@ STEP = mw.Loss(lambda scores, fields, docs: scores["hidden"], per="step")
 @pytest.mark.parametrize(
     ("change", "passes"),
     [
-        ({"id": torch.full((8,), -(2**53))}, True),
-        ({"id": torch.full((8,), -(2**53) - 1)}, False),
-        ({"id": torch.tensor([0] * 7 + [2**53 + 1])}, False),
-        ({"id": torch.full((8,), 1e30)}, True),
+        ({"id": torch.full((8,), -(2**53))}, True), ({"id": torch.full((8,), -(2**53) - 1)}, False),
+        ({"id": torch.tensor([0] * 7 + [2**53 + 1])}, False), ({"id": torch.full((8,), 1e30)}, True),
         ({"id": torch.zeros(8, dtype=torch.bool)}, True),
     ],
-)
+)  # fmt: skip
 def test_whole_numbers_of_a_field_must_be_exact_in_float64(change: Any, passes: bool) -> None:
     batch = BATCH.with_fields(**change)
     if not passes:

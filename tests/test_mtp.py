@@ -381,27 +381,8 @@ def test_config_and_keys_agree_both_ways(root: Path, tmp_path: Path, caplog: pyt
     assert read(tmp_path / "repaired") == 0
 
 
-@worlds.world(1)
-def test_a_trunk_that_is_trained_beside_a_carried_head_is_said_once(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = source_of(root, "qwen3_5", dtype=torch.float32)
-    with caplog.at_level(logging.WARNING):
-        _first(source, train=[])
-        assert "goes stale" not in caplog.text
-        _first(source)
-    assert caplog.text.count("goes stale") == 1
-
-
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a family without one": ("qwen3", {}, dict(mtp="head"), r"qwen3.*no MTP head"),
-    "a value head": ("qwen3_5", {}, dict(mtp="head", head="value"), "predicts tokens"),
-    "patterns without it": ("qwen3_5", {}, dict(mtp="all", train=["layers.*"]), r"head\.mtp"),
-    "an unknown mode": ("qwen3_5", {}, dict(mtp="on"), "carried, head, all"),
-    "a weight of 0": ("qwen3_5", {}, dict(mtp="head", mtp_weight=0.0), "mtp_weight"),
-    "embeddings of its own": (
-        "qwen3_5", dict(mtp_use_dedicated_embeddings=True), dict(mtp="head"), "mtp_use_dedicated_embeddings"
-    ),
     "a part of it": ("qwen3_5", {}, dict(mtp="head", train=["layers.*", "*norm*"]), r"leaves out head\.mtp"),
     "two layers": ("qwen3_5", dict(mtp_num_hidden_layers=2), dict(mtp="head"), "mtp_num_hidden_layers=2"),
 }  # fmt: skip

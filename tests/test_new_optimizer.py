@@ -218,19 +218,6 @@ def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optim
     assert trials.findings(tried) == []
 
 
-@pytest.mark.parametrize("names", [("weights",), ("counters",), ("a", "a"), ("a/b",)], ids=str)
-def test_names_of_state_are_checked(source: Path, names: tuple[str, ...]) -> None:
-    [error] = worlds.run(1, refused, source, names)
-    assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
-
-
-def refused(source: Path, names: tuple[str, ...]) -> str:
-    class Other(SGD):
-        state_names = names
-
-    return error_of(lambda: build(source, {}, optimizer=Other()))
-
-
 def test_narrow_state_is_for_every_optimizer_and_8_bits_for_those_with_codes() -> None:
     assert SGD(state_dtype=torch.bfloat16).wide_dtype(torch.float32) == torch.bfloat16
     with pytest.raises(mw.ConfigError, match=words(r"state_dtype=torch\.uint8", r"torch\.bfloat16")):

@@ -18,7 +18,7 @@ from meshwright.recipe import Lora
 from tests.refusals import Refusal
 
 AT = Path("step-000007")
-U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
+U8, BF16, F32, F64 = torch.uint8, torch.bfloat16, torch.float32, torch.float64
 of = SimpleNamespace
 export: Any = importlib.import_module("meshwright.engine.export")  # the package has a function of this name
 
@@ -353,12 +353,13 @@ def test_a_value_head_is_new_if_no_file_has_it(in_files: Any, scores: Any, new: 
         (F32, "F16", 70_000.0, False, True), (F32, "F16", -70_000.0, False, True), (F32, "F16", 65_000.0, False, False),
         (F32, "F16", float("inf"), False, False), (F32, "F16", 70_000.0, True, False),
         (F32, "BF16", 3.4e38, False, False), (F32, "F32", 3.4e38, False, False), (BF16, "F16", 70_000.0, False, True),
+        (F64, "F32", -1e39, False, True), (F64, "BF16", 1e39, False, True), (F64, "F64", 1e39, False, False),
     ],
 )  # fmt: skip
 def test_a_weight_that_overflows_is_refused(
     monkeypatch: pytest.MonkeyPatch, kept: torch.dtype, key_dtype: str, value: float, scaled: bool, refused: bool
 ) -> None:
-    stored = mw.weights.Values({"p": torch.tensor([1.0, value, 2.0]), "empty": torch.zeros(0)})
+    stored = mw.weights.Values({"p": torch.tensor([1.0, value, 2.0], dtype=kept), "empty": torch.zeros(0)})
     parts = [of(name=name) for name in ("empty", "p", "of another rank")]
     monkeypatch.setattr(export.weights, "blocks_by_key", lambda *_: {"k": [(part, None) for part in parts]})
     model: Any = of(table=None, kept={"p": kept, "empty": kept, "of another rank": kept})

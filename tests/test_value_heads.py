@@ -206,7 +206,7 @@ def test_init_has_the_bias_of_a_token_classifier(source: Callable[[str], Path]) 
     assert made["score.weight"].shape == (3, 36)
 
 
-TRUNCATED, BIAS = torch.zeros(2, 36), torch.zeros(3)
+TRUNCATED = torch.zeros(2, 36)
 SEQUENCE = dict(architectures=["Qwen3ForSequenceClassification"])
 NO_SCORE = words(r"\bno score\.weight\b", r"head\.weight \([23], 36\)", r"\bfetch\b")
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = {
@@ -223,8 +223,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = 
         NO_SCORE),
     "no bias of a token classifier": ("value", {}, dict(score_bias=None),
         words(r"\bno score\.bias\b", r"head\.bias \(3,\)", r"\bfetch\b")),
-    "two numbers of labels": ("value", dict(num_labels=2), {},
-        words(r"config\.json", "num_labels=2", r"id2label\b.*\b3\b")),
     "labels in words": ("value", dict(id2label=None, num_labels="3"), {}, words("num_labels='3'", r"\bint\b")),
     "labels in a list": ("value", dict(id2label=["a", "b", "c"]), {}, r"id2label=\['a', 'b', 'c'\]"),
     "no labels": ("value", dict(id2label={}, num_labels=0), {}, words(r"num_labels=0\b", r"at least 1\b")),

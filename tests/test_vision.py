@@ -332,25 +332,6 @@ def test_what_a_processor_makes() -> None:
         mw.pack([{**made[1], "attention_mask": [[0] + [1] * (len(made[1]["input_ids"][0]) - 1)]}])
 
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "width": (dict(out_hidden_size=40), "out_hidden_size=40 of the tower, but hidden_size=36 of the text"),
-    "table": (dict(num_position_embeddings=24), "num_position_embeddings=24 is not a square number"),
-    "late": (dict(deepstack_visual_indexes=[0, 3]), r"\[0, 3\] must increase and be below depth=3"),
-    "order": (dict(deepstack_visual_indexes=[2, 0]), r"\[2, 0\] must increase"),
-    "head": (dict(num_heads=6), "a head of the tower has 6 dims; it must be a multiple of 4"),
-    "patches": (dict(patch_size=[4, 4]), r"patch_size=\[4, 4\] must be of type int"),
-    "act": (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_towers_that_are_refused(name: str) -> None:
-    changes, message = CONFIGS[name]
-    config = seeing.of("qwen3_vl")
-    with pytest.raises(ConfigError, match=message):
-        Blueprint.of({**config, "vision_config": {**config["vision_config"], **changes}}, None, SEES)
-
-
 def test_other_models_have_no_tower() -> None:
     with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has no vision tower"):
         Blueprint.of(tiny.of("qwen3"), None, SEES)

@@ -1,29 +1,32 @@
-"""Layouts and formats in which files hold a model: which matrices stay in codes, and what is read and compared."""
+"""Keys, layouts and files of weights: what is read and compared, which matrices stay in codes, what must fit."""
 
 from __future__ import annotations
 
-import json
-import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from meshwright.errors import LoadError
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint
+from meshwright.errors import LoadError, MismatchedKey, MissingKey
 from meshwright.ops.codings import FP8
-from meshwright.recipe import Lora
+from meshwright.recipe import Lora, Recipe
 from meshwright.sharding import Block, Box, Layout, Param, Table
-from meshwright.weights import directory, open_source, peft_files
+from meshwright.weights import directory, open_source, read_config
+from meshwright.weights import keymap as keymap_module
 from meshwright.weights.checksums import Extents
-from meshwright.weights.keymap import Key, KeyMap
-from meshwright.weights.quant_formats import BLOCK, Scale
-from meshwright.weights.safetensors_header import read_header
+from meshwright.weights.keymap import ADAPTERS, Key, KeyMap, of_table
+from meshwright.weights.quant_formats import BLOCK, Scale, also_plain
+from meshwright.weights.read_plan import plan_reads
+from meshwright.weights.reader import check_keys
 from meshwright.weights.source import Source
+from tests import tiny
 
 
 def block(key: str, first: int = 0, shape: tuple[int, ...] = (2, 3), turned: bool = False) -> Block:
@@ -102,42 +105,110 @@ def test_verified_bytes_are_cut_to_the_tensor(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_empty_tensors_may_begin_where_others_do(tmp_path: Path) -> None:
-    fields = {"full": [0, 2], "empty": [0, 0], "last": [2, 2]}
-    header = {name: {"dtype": "U8", "shape": [b - a], "data_offsets": [a, b]} for name, (a, b) in fields.items()}
-    text = json.dumps(header).encode()
-    (tmp_path / "f").write_bytes(struct.pack("<Q", len(text)) + text + b"xy")
-    assert [entry.key for entry in read_header(tmp_path / "f")[0]] == ["empty", "full", "last"]
+def test_dtypes_of_new_weights() -> None:
+    """Float32 parameters and adapters are F32 in any dtype; adapters have their own file."""
+    table = Blueprint.of(tiny.of("qwen3_5_moe"), None, Recipe(lora=Lora(rank=2))).table
+    keymap = of_table(table, torch.bfloat16)
+    wide = {key for param in table if param.float32 or param.adapter for key in param.layouts[0].keys}
+    adapters = {key for param in table if param.adapter for key in param.layouts[0].keys}
+    assert adapters
+    assert wide > adapters
+    assert {name for name, key in keymap.keys.items() if key.dtype == "F32"} == wide
+    assert {key.dtype for key in keymap.keys.values()} == {"F32", "BF16"}
+    assert {name for name, key in keymap.keys.items() if key.file == ADAPTERS} == adapters
 
 
-def gate_and_up() -> peft_files.Pair:
-    """Return the factors of two experts: rank 1, 3 inputs, and 2 outputs of gate and of up."""
-    a = Param({"expert": 2, "rank": 1}, {"col": 3}, (), name="a")
-    return peft_files.Pair("m.experts.gate_up_proj", a, Param({"expert": 2, "out": 4}, {"rank": 1}, (), name="b"))
+def test_only_named_parameters_are_read() -> None:
+    spec = Blueprint.of(tiny.of("qwen3")).spec
+    choice = of_table(spec.table, torch.float32).choice
+    keymap: Any = SimpleNamespace(source=1, fresh={"head.weight"}, choice=choice, file_dtype=lambda _: torch.bfloat16)
+
+    def reads(*named: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+        return [(r.piece.param.name, r.ranks) for r in plan_reads(spec, Axes(tp=2), range(2), keymap, *named)]
+
+    names = [param.name for param in spec.table if param.name != "head.weight"]
+    assert list(dict.fromkeys(name for name, _ in reads())) == names
+    norm = next(name for name in names if "norm" in name)
+    assert reads([norm, "head.weight"]) == [(norm, (0, 1))]  # whole on both ranks of tp
+    assert [ranks for _, ranks in reads(["layers.0.mlp.down.weight"])] == [(0,), (1,)]
+    assert reads([]) == []
 
 
-def test_experts_of_an_adapter_are_read_one_by_one() -> None:
-    files: Any = SimpleNamespace(directory=Path("DIR"))
-    tensors: dict[str, Tensor] = {}
-    for expert in range(2):
-        for at, name in enumerate(("gate_proj", "up_proj")):
-            key = f"m.experts.{expert}.{name}.lora_"
-            tensors[f"{key}A.weight"] = torch.tensor([[1.0, 2.0, 3.0]]) + expert
-            tensors[f"{key}B.weight"] = torch.tensor([[5.0], [6.0]]) + 10 * expert + 100 * at
+def test_headers_must_fit_the_model() -> None:
+    table = Blueprint.of(tiny.of("qwen3")).table
+    entries = {
+        key: SimpleNamespace(file="f", shape=shape, dtype="BF16")
+        for param in table for key, shape in param.layouts[0].keys.items()
+    }  # fmt: skip
+    key, *_ = (key for key in entries if key.endswith("q_proj.weight"))
 
-    def take(key: str, shape: Any) -> Tensor:
-        assert tensors[key].shape == tuple(shape)
-        return tensors[key]
+    def check(fresh: Sequence[str] = (), stored: torch.dtype = torch.float32, scales: Any = (), **changes: Any) -> None:
+        changed = {**entries, key: SimpleNamespace(**{**vars(entries[key]), **changes})}
+        if changes.get("shape") == ():
+            del changed[key]
+        source: Any = SimpleNamespace(directory="DIR", entries=changed, scales=scales)
+        check_keys(table, source, of_table(table, torch.float32).choice, fresh, stored)
 
-    a, b = peft_files._read_each(files, gate_and_up(), "m.experts", take)
-    assert a.tolist() == [[[1, 2, 3]], [[2, 3, 4]]]
-    assert b.flatten(1).tolist() == [[5, 6, 105, 106], [15, 16, 115, 116]]
-    tensors["m.experts.1.up_proj.lora_A.weight"] = torch.tensor([[2.0, 3.0, 4.5]])
-    with pytest.raises(LoadError, match=r"m.experts.1.gate_proj and m.experts.1.up_proj have different A.* rank 2"):
-        peft_files._read_each(files, gate_and_up(), "m.experts", take)
+    check()
+    for dtype in ("F32", "F16", "BF16"):
+        check(dtype=dtype)
+    check(dtype="F64", stored=torch.float64)
+    check(dtype="F8_E4M3", scales=[key])
+    check(shape=(), fresh=[next(param.name for param in table if key in param.layouts[0].keys)])
+    for error, message, changes in (
+        (MismatchedKey, f"f: {key} is F64 and would be rounded to torch.float32", dict(dtype="F64")),
+        (MismatchedKey, f"f: {key} is F8_E4M3; .* fetch the unquantised model", dict(dtype="F8_E4M3")),
+        (MismatchedKey, rf"f: {key} is \(1, 2\), but .* needs \(", dict(shape=(1, 2))),
+        (MissingKey, f"DIR has no {key}, which .* is read from; fetch the file that holds it", dict(shape=())),
+    ):
+        with pytest.raises(error, match=message):
+            check(**cast(Any, changes))
 
 
-@pytest.mark.parametrize(("saved", "task"), [((), "CAUSAL_LM"), (("score",), None)])
-def test_an_adapter_with_a_trained_head_has_no_task(saved: tuple[str, ...], task: str | None) -> None:
-    config = peft_files.config_of(Lora(rank=3), [], "fused", "BASE", saved=saved)
-    assert (config["task_type"], config["modules_to_save"], config["r"]) == (task, [*saved] or None, 3)
+@pytest.mark.parametrize(
+    ("sizes", "numbers"),
+    [
+        ([], []), ([99], [0]), ([3, 3, 4], [0, 0, 0]), ([3, 3, 5], [0, 0, 1]), ([11, 1], [0, 1]), ([0, 11], [0, 0]),
+        ([4, 7, 2, 2], [0, 1, 1, 2]), ([6, 4, 6, 4, 1], [0, 0, 1, 1, 2]),
+    ],
+)  # fmt: skip
+def test_files_of_new_weights(sizes: list[int], numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files have at most 10 bytes here. A larger key has a file of its own, and none stays empty."""
+    monkeypatch.setattr(keymap_module, "_MAX_FILE_BYTES", 10)
+    files = keymap_module._assign_files({str(at): size for at, size in enumerate(sizes)})
+    last = max(numbers, default=0)
+    name = lambda n: f"model-{n + 1:05d}-of-{last + 1:05d}.safetensors" if last else "model.safetensors"  # noqa: E731
+    assert list(files.values()) == [name(number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("before", "field", "after"),
+    [
+        (dict(quant_method="bitsandbytes"), "llm_int8_skip_modules", ["lm_head", "m"]),
+        (dict(quant_method="bitsandbytes", llm_int8_skip_modules=None), "llm_int8_skip_modules", ["lm_head", "m"]),
+        (dict(quant_method="bitsandbytes", llm_int8_skip_modules=["a"]), "llm_int8_skip_modules", ["a", "m"]),
+        (dict(quant_method="compressed-tensors"), "ignore", ["m"]),
+        (dict(quant_method="compressed-tensors", ignore=["a"]), "ignore", ["a", "m"]),
+        (dict(quant_method="fp8"), "modules_to_not_convert", ["m"]),
+        (dict(quant_method="fp8", modules_to_not_convert=None), "modules_to_not_convert", ["m"]),
+        (dict(quant_method="fp8", ignored_layers=["a"]), "ignored_layers", ["a", "m"]),
+    ],
+)  # fmt: skip
+def test_lists_of_modules_that_stay_unquantised(before: dict[str, Any], field: str, after: list[str]) -> None:
+    assert also_plain(before, ["m"]) == {**before, field: after}
+    assert also_plain(before, []) is before
+
+
+def test_a_folder_of_checkpoints_is_not_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest one is suggested that has a config, in whatever order the system lists them."""
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(sorted(glob(self, pattern), reverse=True)))
+    with pytest.raises(LoadError, match=r"has no config\.json; give a Hugging Face model directory$"):
+        read_config(tmp_path)
+    for step in (3, 10, 2, 30):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    for step in (3, 10, 2):
+        (tmp_path / f"step-{step:06d}" / "config.json").write_text('{"a": 1}')
+    with pytest.raises(LoadError, match=r"it holds checkpoints: give one of them, such as .*step-000010$"):
+        read_config(tmp_path)
+    assert read_config(tmp_path / "step-000010") == {"a": 1}

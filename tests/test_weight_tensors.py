@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import BrokenFile, ExportError, LoadError
-from meshwright.ops import Grid
-from meshwright.recipe import Lora
+from meshwright.ops import Grid, codings
 from meshwright.sharding import Block, Box, Init, Layout, Param, Piece, Table
-from meshwright.weights import bitsandbytes, deltas, output_dir, quant_formats, random_init, requantise, streaming
+from meshwright.weights import bitsandbytes, deltas, frozen_scales, quant_formats, random_init, requantise, streaming
 from meshwright.weights.checksums import Checks, Extent, Extents, overlapping
-from meshwright.weights.frozen_scales import Values
+from meshwright.weights.frozen_scales import Values, check_same
 from meshwright.weights.keymap import Key, KeyMap
 from meshwright.weights.merged import Delta, MergedValues
-from meshwright.weights.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, base_of, recipe_of
 from meshwright.weights.quant_formats import BLOCK, ONE_BLOCK, Format, Places, Scale
 from meshwright.weights.writer import _side_by_side, _window
 
@@ -245,6 +240,7 @@ def compressed(strategy: str, num_bits: int = 8, name: str | None = None, **weig
 
 
 MXFP4 = dict(num_bits=4, group_size=32)
+GROUPLESS = {"quant_method": "compressed-tensors", "config_groups": {"a": "x"}}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -268,7 +264,14 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_
         (compressed("tensor", symmetric=False), "", (), "symmetric"),
         (compressed("group", name="mxfp4-pack-quantized", num_bits=4, group_size=16), "", (), "group_size 16"),
         (compressed("tensor") | {"transform_config": {"a": 1}}, "", (), "transform_config"),
-        ({"quant_method": "gptq"}, "", (), "'gptq'"), (["fp8"], "", (), "not an object"),
+        (compressed("tensor_group", name="nvfp4-pack-quantized", num_bits=4), "", (), "4 bits of 'float'.*'nvfp4-"),
+        (compressed("group", name="mxfp6-pack-quantized", **MXFP4), "", (), "format 'mxfp6-pack-quantized'"),
+        (compressed("group", name="pack-quantized", **MXFP4), "", (), "format 'pack-quantized'"),
+        (compressed("group", name="mxfp4-pack-quantized", **MXFP4, type="int"), "", (), "4 bits of 'int'"),
+        (compressed("group", **MXFP4), "", (), "format None"), (GROUPLESS, "", (), "None bits"),
+        (GROUPLESS | {"config_groups": {}}, "", (), "0 different formats"),
+        *(({"quant_method": each}, "", (), repr(each)) for each in ("gptq", "awq", "mxfp4", "modelopt")),
+        (["fp8"], "", (), "not an object"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "", (), "'fp4'"),
         (BITSANDBYTES | {"load_in_4bit": None}, "", (), "load_in_4bit=None"),
         (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "", (), "'bfloat16'"),
@@ -391,7 +394,7 @@ def test_rows_are_assembled_from_strips_of_columns(dim: int) -> None:
     assert torch.equal(rows, whole[1:3].view(2, 12))
 
 
-# Places and adapters
+# Merged and frozen weights
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -411,63 +414,58 @@ def test_each_group_of_rows_has_the_addition_of_its_factor(cut: bool) -> None:
     assert stored.unique().tolist() == [2.0]
 
 
-@pytest.mark.parametrize(("free", "total", "fits"), [(10, 20, True), (9, 20, False), (0, 0, True)])
-def test_a_disk_must_have_room(
-    tmp_path: Path, free: int, total: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system that does not report its size is not judged."""
-    usage = {tmp_path: SimpleNamespace(free=free, total=total)}
-    monkeypatch.setattr(shutil, "disk_usage", usage.__getitem__)
-    with contextlib.nullcontext() if fits else pytest.raises(OSError, match=f"10 bytes .* has room for {free}"):
-        output_dir.check_writable(tmp_path / "a" / "b", 10)
-    (tmp_path / "a").touch()
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        output_dir.check_writable(tmp_path / "a" / "b", 0)
+def frozen(coding: Any) -> tuple[Values, Tensor, Tensor]:
+    """Return a matrix in codes, the values that it was made of, and those that it stands for."""
+    made = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    made[0, 0] = float("nan") if coding is codings.FP8 else made[0, 0]
+    scales = torch.ones(1, 1)
+    grid = Grid(scales, torch.zeros(3, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), coding)
+    if coding is codings.FP8:
+        codes = made.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = coding.encode(made, scales[grid.rows])
+    return Values({"w": codes}, {"w": grid}), made, grid.values(codes, torch.float32)
 
 
-def adapter(at: Path, **config: Any) -> str:
-    modules = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj")
-    save_file({f"{PREFIX}{name}.lora_A.weight": torch.zeros(2, 3) for name in modules}, at / WEIGHTS_FILE)
-    (at / CONFIG_FILE).write_text(json.dumps(config))
-    return str(at)
+def compare(values: Values, file_values: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare frozen weights with a file of some values."""
+
+    class FakeReader:
+        def __init__(self, _source: Any) -> None:
+            pass
+
+        def __enter__(self) -> FakeReader:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def fill(self, _layout: Any, _piece: Any, out: Tensor) -> None:
+            out.copy_(file_values)
+
+    monkeypatch.setattr(frozen_scales, "Reader", FakeReader)
+    piece = SimpleNamespace(numel=192, shape=(3, 64), param=SimpleNamespace(name="w"))
+    source = SimpleNamespace(directory="DIR", stamps={}, check_unchanged=lambda _: None)
+    check_same(values, 0, cast(Any, [SimpleNamespace(piece=piece, layout=None)]), cast(Any, source))
 
 
-TARGETS = ("model.layers.0.mlp.experts.up_proj", "model.layers.0.self_attn.q_proj")
-TWO = dict(r=4, lora_alpha=6)
+@pytest.mark.parametrize("coding", [codings.FP8, codings.NF4], ids=["fp8", "nf4"])
+def test_frozen_codes_equal_their_values(coding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4 bits the values before quantisation are accepted too: the model's own files have these."""
+    values, made, dequantised = frozen(coding)
+    compare(values, dequantised, monkeypatch)
+    assert not torch.equal(made, dequantised)
+    other = dequantised.clone()
+    other[2, 63] = 0.0 if other[2, 63] else 1.0
+    for refused in [other, *([made] if coding is codings.FP8 else [])]:
+        with pytest.raises(LoadError, match=f"DIR has other values of w, .* {8 if coding is codings.FP8 else 4} bits"):
+            compare(values, refused, monkeypatch)
+    if coding is not codings.FP8:
+        compare(values, made, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("config", "given", "expected"),
-    [
-        (TWO, {}, dict(rank=4, alpha=6, rslora=False, expert_rank=None)), ({}, {}, dict(rank=8, alpha=8)),
-        (TWO, dict(rank=4, alpha=6.0), dict(rank=4)), (TWO, dict(rank=5), "lora.rank=5"),
-        (TWO, dict(alpha=7.0), "lora.alpha=7.0"), (TWO, dict(expert_rank=2), "lora.expert_rank=2"),
-        (TWO | dict(use_rslora=True), {}, dict(rslora=True, alpha=6)),
-        (TWO | dict(use_rslora=True), dict(rank=4, alpha=12.0), dict(rslora=True, alpha=6)),  # the same scale
-        (TWO, dict(rank=4, alpha=3.0, rslora=True), dict(rslora=False, alpha=6)),
-        (TWO, dict(targets=("k_proj",)), "lora.targets="),
-        (TWO | dict(rank_pattern={"experts": 2}, alpha_pattern={"experts": 3}), {}, dict(rank=4, expert_rank=2)),
-    ],
-)  # fmt: skip
-def test_the_options_of_an_adapter_are_those_of_its_files(
-    tmp_path: Path, config: Any, given: Any, expected: Any
-) -> None:
-    lora = Lora(**given, path=adapter(tmp_path, **config))
-    if isinstance(expected, str):
-        with pytest.raises(LoadError, match=f"{expected}.* leave it out"):
-            recipe_of(lora)
-        return
-    stated = recipe_of(lora)
-    assert {name: vars(stated)[name] for name in expected} == expected
-    assert (tuple(sorted(stated.targets)), stated.path) == (TARGETS, str(tmp_path.resolve()))
-    assert recipe_of(plain := Lora(rank=3)) is plain
-
-
-@pytest.mark.parametrize("base", [None, "", 3, "org/base"])
-def test_an_adapter_names_its_base(tmp_path: Path, base: Any) -> None:
-    at = adapter(tmp_path, **({} if base is None else {"base_model_name_or_path": base}))
-    if base == "org/base":
-        assert base_of(at) == base
-        return
-    with pytest.raises(LoadError, match="names no base_model_name_or_path"):
-        base_of(at)
+def test_values_that_quantise_to_others_are_accepted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of a checkpoint equal those in memory; whether they would quantise to the same is not asked."""
+    values, _, dequantised = frozen(codings.NF4)
+    monkeypatch.setattr(frozen_scales, "_quantised_as", lambda _grid, tensor: tensor + 1)
+    compare(values, dequantised, monkeypatch)
