@@ -334,7 +334,7 @@ _UNTRAINED = (
 )
 
 
-def check_trains(trained: Sequence[str], *, in_base: bool) -> None:
+def check_trains(trained: Sequence[str], *, in_base: bool = False) -> None:
     """Refuse a step without anything to train. It runs on all ranks before the step: in a pipeline, only the last stage
     sees the loss, and the other stages would wait for its gradient."""
     if in_base:
