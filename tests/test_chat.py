@@ -332,3 +332,17 @@ def test_thinking_of_a_prompt(options: dict[str, Any], flag: str) -> None:
     """With thinking="auto" the template decides; its arguments override the option."""
     chat = Chat(tokenizer(), ChatOptions(template=FLAG, **options))
     assert tokenizer().decode(chat.prompt("U")) == f"user:U{flag}"
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thinking", "thinking", "content"),
+    [
+        (" b\n", False, None, "b"), ("<think>a</think>b", False, "a", "b"), ("a </think> b", True, "a", "b"),
+        ("a</think>b", False, "a", "b"), ("a", True, "a", ""), (" <think> a", False, "a", ""),
+    ],
+)  # fmt: skip
+def test_an_answer_is_split_at_the_end_of_its_thinking(
+    text: str, in_thinking: bool, thinking: str | None, content: str
+) -> None:
+    message = chats.message_of_answer(text, in_thinking=in_thinking)
+    assert (message.get("reasoning_content"), message["content"]) == (thinking, content)

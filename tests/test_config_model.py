@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from meshwright.axes import Axes
-from meshwright.blueprint import Blueprint
+from meshwright.blueprint import Blueprint, file_dtype
 from meshwright.errors import LayoutError
 from meshwright.optim import AdamW, Muon
-from meshwright.train import config_model
+from meshwright.train import config_file, config_model
 from meshwright.train.config import Config, OptimSection
 from tests import tiny
 
@@ -146,3 +146,24 @@ def test_memory_is_estimated_by_rank_0_for_what_it_can_simulate(
     mesh: Any = SimpleNamespace(rank=rank, least_bytes=1, memory=None)
     config_model.warn_of_memory(config(train=train), mesh)
     assert bool(asked) == estimates
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.float32), ({"dtype": "float16"}, torch.float16), ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float64", "torch_dtype": "bfloat16"}, torch.float64),
+        ({"text_config": {"torch_dtype": "bfloat16"}}, torch.bfloat16),
+        ({"dtype": None, "text_config": {"dtype": "float16"}}, torch.float16),
+        ({"dtype": "float64", "text_config": {"dtype": "float16"}}, torch.float64),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_files_may_stand_in_the_config_of_the_text_model(config: Any, dtype: torch.dtype) -> None:
+    assert file_dtype({"model_type": "qwen3_vl", **config}) == dtype
+
+
+@pytest.mark.parametrize(("key", "values"), [(0, [7, 2]), (1, [1, 7]), (2, [1, 2, 7])])
+def test_a_field_of_a_list_is_replaced_or_appended(key: int, values: list[int]) -> None:
+    before = [1, 2]
+    config_file._put(before, key, 7)
+    assert before == values

@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[dict[str, int], Any, str]] = {
         "last_token_labels")),
     "another head": (dict(), lambda e: mw.Engine(e.model, lr=1.0, loss=Embedding().loss).step([mw.pack(DOCUMENTS,
         groups=[0, 0, 1, 1])]), words("DataError", "hidden states", 'head="none"')),
-    "wide prefixes": (dict(), _step(DOCUMENTS, [0, 0, 1, 1], Embedding(dims=(64, 32)).loss), words("ConfigError", "64",
+    "wide prefixes": (dict(), _step(DOCUMENTS, [0, 0, 1, 1], Embedding(dims=(64, 3)).loss), words("ConfigError", "64",
         "36 numbers")),
     "temperature": (dict(), lambda e: Embedding(temperature=0), words("ConfigError", "temperature=0", "above")),
     "an empty document": (dict(), lambda e: last_token_labels([[1], []]), words("DataError", "document 1", "empty")),

@@ -167,6 +167,26 @@ def test_how_long_ranks_may_go_on(
     assert processes._grace_s(ranks, signals, shutdown_timeout) == expected
 
 
+@pytest.mark.parametrize(
+    ("codes", "signals", "sent"),
+    [([], [], []), ([0], [], []), ([3], [], [TERM]), ([0, 3], [], [TERM]), ([3], [HUP], [TERM]), ([0], [USR1], [USR1])],
+)
+def test_a_failed_rank_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], signals: list[int], sent: list[int]
+) -> None:
+    """They get one signal however long they take, and none of their own beside that of the user."""
+    polls, ranks = (
+        iter([True] * 3 + [False]),
+        processes._Ranks(Path(), {}, {rank: (code, 0.0) for rank, code in enumerate(codes)}),
+    )
+    received: list[int] = []
+    monkeypatch.setattr(processes._Ranks, "poll", lambda _: next(polls))
+    monkeypatch.setattr(processes._Ranks, "send", lambda _, number: received.append(number))
+    monkeypatch.setattr(processes, "_TICK_S", 0.0)
+    processes._watch(ranks, signals, 30)
+    assert received == sent
+
+
 def test_ranks_get_a_signal_that_they_handle() -> None:
     passed_on = {number: processes._passed_on(number) for number in (0, INT, TERM, USR1, HUP, signal.SIGQUIT)}
     assert passed_on == {0: 0, INT: INT, TERM: TERM, USR1: USR1, HUP: TERM, signal.SIGQUIT: TERM}

@@ -39,6 +39,7 @@ def read(file: Path, content: str, split: Any = "file") -> list[tuple[int, Any]]
     [
         ("file", "ä\n\nb\n", [(0, "ä\n\nb\n")]), ("file", " \n", []),
         ("paragraph", "\n \nä\nb \n\n\nc\r\n\r\n\r\nd", [(3, "ä\nb "), (11, "c"), (18, "d")]),
+        ("paragraph", "a\n\n\n", [(0, "a")]),
         ("line", " a \r\n\n\t\nb\n", [(0, " a "), (8, "b")]),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from rich.console import Console, RenderableType
 
 import meshwright as mw
 from meshwright.log import logger
-from meshwright.train import config_file, launch, lock, loop, processes
+from meshwright.train import config_file, display, launch, lock, loop, processes
 from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lines, sparkline
 from meshwright.train.failure import Failure
 from meshwright.train.metrics import JsonLines
@@ -320,3 +321,8 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
         run.end()
     assert len(ranks) == 1
     assert gone(ranks)
+
+
+def test_a_mean_is_of_what_is_finite() -> None:
+    assert display._mean([1.0, math.nan, 4.0, math.inf]) == 2.5
+    assert math.isnan(display._mean([math.nan]))
