@@ -166,6 +166,17 @@ def test_shards_tile_the_tensors_of_every_layout(family: str) -> None:
             assert all(torch.equal(tiled[name], _in_dtype(files[name], keymap, name)) for name in files), sizes
 
 
+def on_one_rank(source: Path) -> int:
+    model = mw.load(source, mw.Mesh(fsdp=2))
+    return 0 if model.mesh.rank else len(list(mw.shards(model)))
+
+
+def test_one_rank_alone_takes_its_shards(tmp_path: Path) -> None:
+    """Nothing is sent: an inference engine may ask ranks one after the other."""
+    taken = worlds.run(2, on_one_rank, tiny.directory(tmp_path / "m", "qwen3"), seconds=20)
+    assert taken[0] > 0
+
+
 def test_kept_rows_do_not_change_with_the_model() -> None:
     """A save in the background writes them after later steps. With replicas a rank writes rows from the middle."""
     blueprint, axes = Blueprint.of(tiny.ODD["qwen3"]), Axes(replicate=2, fsdp=3)
