@@ -260,6 +260,13 @@ def test_what_is_saved_reads_the_same(tmp_path: Path) -> None:
     assert read(written(tmp_path, as_toml(config))) == config
 
 
+def test_the_record_of_an_adapter_leaves_out_what_its_files_say(tmp_path: Path) -> None:
+    """Else its defaults would contradict the files when the record is run again."""
+    config = read(written(tmp_path, PLAIN + '[lora]\npath = "a"\nalpha = 8\n'))
+    assert tomllib.loads(as_toml(config))["lora"] == {"path": "a", "alpha": 8.0}
+    assert read(written(tmp_path, as_toml(config))) == config
+
+
 VALUE = st.recursive(
     st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5,

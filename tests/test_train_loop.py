@@ -279,10 +279,11 @@ def test_a_new_best_replaces_what_an_earlier_start_saved_later(tmp_path: Path) -
     model = SimpleNamespace(mesh=SimpleNamespace(rank=0), small=SimpleNamespace(directory=best / "step-000008"))
     log = Mock()
     run = SimpleNamespace(folder=tmp_path, engine=SimpleNamespace(model=model), _log=log)
-    run._remove_undone_best = functools.partial(Loop._remove_undone_best, cast(Loop, run))
-    for values in ({}, {"best": True}):
-        run._writing = 4, values
+    run._remove_undone = functools.partial(Loop._remove_undone, cast(Loop, run))
+    path = {"path": str(best / "step-000004")}
+    for values in (path, path | {"best": True}):
+        run._writing = 5, values  # the run has skipped a step
         Loop._log_saved(cast(Loop, run))
-        left = [4, 8, 9] if values else [4, 6, 8, 9]  # the model was loaded from step 8
+        left = [4, 8, 9] if "best" in values else [4, 6, 8, 9]  # the model was loaded from step 8
         assert sorted(int(each.name[5:]) for each in best.iterdir()) == left
     assert log.call_count == 2

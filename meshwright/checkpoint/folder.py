@@ -281,10 +281,12 @@ def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
             _remove_unless_in_use(candidate, in_use)
 
 
-def remove_later(folder: Path, step: int, in_use: Path) -> None:
-    """Remove the checkpoints after a step, except the directory that the model was loaded from (`in_use`)."""
-    for candidate in checkpoints(folder):
-        if candidate.step > step and (candidate.path / MANIFEST).is_file():
+def remove_later(checkpoint: Path, in_use: Path) -> None:
+    """Remove the later steps beside a checkpoint, except the one that the model was loaded from (`in_use`)."""
+    candidates = checkpoints(checkpoint.parent)
+    own = [each.step for each in candidates if each.path == checkpoint]
+    for candidate in candidates if own else ():
+        if candidate.step > own[0] and (candidate.path / MANIFEST).is_file():
             _remove_unless_in_use(candidate, in_use)
 
 

@@ -91,8 +91,13 @@ def _refuse(lines: Sequence[str], config: Config, what: str) -> Config:
 
 
 def as_toml(config: Config) -> str:
-    """Write all fields, defaults too, so that the record of a run stays right when a default changes."""
+    """Write all fields, defaults too, so that the record of a run stays right when a default changes.
+
+    With `path` of `[lora]` its other fields come from the adapter's files, which a default would contradict.
+    """
     values = config.model_dump(exclude_none=True)
+    if config.lora is not None and config.lora.path is not None:
+        values["lora"] = config.lora.model_dump(exclude_unset=True)
     plain = {name: value for name, value in values.items() if not isinstance(value, dict) and name != "data"}
     out = [_table(plain)]
     out += [f"[[data]]\n{_table(each)}" for each in values["data"]]

@@ -310,16 +310,16 @@ class Loop:
             (step, values), self._writing = self._writing, None
             self._log("save", values, step)
             if values.get("best"):
-                self._remove_undone_best(step)
+                self._remove_undone(Path(str(values["path"])))
 
-    def _remove_undone_best(self, step: int) -> None:
-        """Remove later steps from OUT/best: an earlier start saved them, and this one has taken their steps again."""
+    def _remove_undone(self, best: Path) -> None:
+        """Remove later steps beside a new best: an earlier start saved them, and this one takes their steps again."""
         model = self.engine.model
         if model.mesh.rank == 0:
             try:
-                remove_later(self.folder / BEST, step, model.small.directory)
+                remove_later(best, model.small.directory)
             except OSError as error:
-                logger.warning("later steps in %s could not be removed: %s", self.folder / BEST, error)
+                logger.warning("later steps beside %s could not be removed: %s", best, error)
 
 
 def perplexity_of(loss: float) -> float:
