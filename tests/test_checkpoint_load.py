@@ -270,10 +270,10 @@ def test_settings_that_a_checkpoint_records() -> None:
     options = mw.AdamW(betas=(0.8, 0.9), state_dtype=torch.bfloat16)
     engine = SimpleNamespace(
         optimizer=SimpleNamespace(options=options), max_norm=2.0, router=SimpleNamespace(mode="previous"), mtp=None,
-        model=SimpleNamespace(recipe=SimpleNamespace(mtp="head", mtp_weight=0.25)),
+        temperature=0.5, model=SimpleNamespace(recipe=SimpleNamespace(mtp="head", mtp_weight=0.25)),
     )  # fmt: skip
     made = settings_of(cast(Any, engine))
-    assert made.items() >= {"betas": [0.8, 0.9], "max_norm": 2.0, "router_aux": "previous"}.items()
+    assert made.items() >= {"betas": [0.8, 0.9], "max_norm": 2.0, "router_aux": "previous", "temperature": 0.5}.items()
     assert made["state"] == "torch.bfloat16"
     assert "mtp" not in made
     engine.mtp = object()

@@ -121,13 +121,17 @@ def model_of(**changes: Any) -> Any:
     fields: dict[str, Any] = dict(
         config={"b": 1, "a": {"x": [1]}}, dtype=F64, shared_id=1, fp8={"p"}, origin="files", tower=False, mtp="head",
         mtp_weight=0.1, trained=("a", "b"), memory=mw.MemoryOptions(), pipeline=mw.Pipeline(),
-        context=mw.ContextParallel(),
+        context=mw.ContextParallel(), in_base=False,
     ) | changes  # fmt: skip
     now = of(**fields)
     recipe = of(memory=now.memory, pipeline=now.pipeline, context=now.context, mtp=now.mtp, mtp_weight=now.mtp_weight)
     blueprint = of(config=now.config, spec=of(fp8=now.fp8), origin=now.origin, tower=now.tower)
     return of(
-        trained=now.trained, blueprint=blueprint, dtype=now.dtype, recipe=recipe, calls=of(shared_id=now.shared_id)
+        trained=now.trained,
+        blueprint=blueprint,
+        dtype=now.dtype,
+        recipe=recipe,
+        calls=of(shared_id=now.shared_id, in_base=now.in_base),
     )
 
 
@@ -135,6 +139,7 @@ CHANGES: dict[str, Any] = dict(
     config={"b": 2, "a": {"x": [1]}}, dtype=torch.float32, shared_id=2, fp8={"q"}, origin="seed 0", tower=True,
     mtp="all", mtp_weight=0.2, trained=("a", "c"), memory=mw.MemoryOptions(offload=True),
     pipeline=mw.Pipeline(schedule="zero-bubble"), context=mw.ContextParallel(attention=1),
+    in_base=True,
 )  # fmt: skip
 
 

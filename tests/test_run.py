@@ -34,24 +34,29 @@ def trainer_of(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("lora", "merged", "trained", "adapter", "export"),
+    ("lora", "merged", "trained", "adapter", "export", "loads"),
     [
-        (False, False, ["norm"], False, True),
-        (True, False, ["a.lora.a", "a.lora.b"], True, False),
-        (True, True, ["a.lora.a", "a.lora.b"], True, True),
-        (True, True, ["a.lora.a", "norm"], False, True),  # an adapter has no place for the norm
-        (True, False, ["norm", "a.lora.a"], True, False),  # which is refused
+        (False, False, ["norm"], False, True, True),
+        (True, False, ["a.lora.a", "a.lora.b"], True, False, True),
+        (True, True, ["a.lora.a", "a.lora.b"], True, True, True),
+        (True, True, ["a.lora.a", "norm"], False, True, True),  # an adapter has no place for the norm
+        (True, False, ["norm", "a.lora.a"], True, False, True),  # which is refused
+        (True, False, ["a.lora.a"], True, False, False),  # likewise
+        (True, True, ["a.lora.a"], False, True, False),  # no class loads the adapter
     ],
 )
 def test_exports_of_a_run(
-    lora: bool, merged: bool, trained: list[str], adapter: bool, export: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lora: bool, merged: bool, trained: list[str], adapter: bool, export: bool, loads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The check before the first step is that of the export at the end."""
     called: list[Any] = []
     for name in ("check_export", "check_export_adapter", "export", "export_adapter"):
         note = lambda model, path, name=name, **options: called.append((name, path, options))  # noqa: E731 - short
         monkeypatch.setattr(run_module, name, note)
-    model = of(table={name: of(adapter=is_factor) for name, is_factor in FACTORS.items()}, trained=trained)
+    table = {name: of(adapter=is_factor) for name, is_factor in FACTORS.items()}
+    model = of(table=table, trained=trained, blueprint=of(loads=loads))
+    monkeypatch.setattr(run_module, "why_without_class", lambda blueprint: "" if blueprint.loads else "other keys")
     config = of(lora=Lora() if lora else None, save=of(merged=merged, export=True))
     trainer = trainer_of(model=model, config=config, out=Path("out"))
     trainer._check_export()

@@ -248,7 +248,7 @@ def in_formats(source: Path, mesh: dict[str, int], lora: bool, out: Path) -> Non
 
 def test_formats_and_adapters(directory: Any, tmp_path: Path) -> None:
     """FP8 files in every format on all ranks, and adapters apart and merged."""
-    plain = tiny.directory(tmp_path / "plain", "qwen3")
+    plain = tiny.directory(tmp_path / "plain", "qwen3", **tiny.ALIGNED["qwen3"])
     fp8 = quantised.directory(plain, tmp_path / "fp8", quantised.FORMATS["bfloat16"])
     source = directory("qwen3_5_moe")
 
