@@ -365,7 +365,7 @@ def test_headers_and_small_files_are_verified_at_once(tmp_path: Path, file: str,
      (MemoryError("no"), [CheckpointError, None]), (None, [None, None])],
 )  # fmt: skip
 def test_only_damage_lets_ranks_try_an_older_checkpoint(error: Exception | None, rounds: list[Any]) -> None:
-    """All ranks take part in both rounds, whatever they found."""
+    """All ranks take part in both rounds, whatever their files hold."""
     seen = list[Any]()
 
     def act() -> int:
@@ -410,8 +410,8 @@ def test_rank_0_gets_the_reports_of_all_ranks() -> None:
     assert zero.parts(None, reports[0]) == reports
     zero.end(None)
     one.end(None)
-    with pytest.raises(OSError, match="mine"):
-        two.end(OSError("mine"))
+    with pytest.raises(OSError, match="of this rank"):
+        two.end(OSError("of this rank"))
 
 
 def test_a_failure_of_one_rank_reaches_all() -> None:

@@ -1,4 +1,4 @@
-"""What `meshwright checkpoint` prints of the checks of a checkpoint."""
+"""Print the checks of `meshwright inspect`."""
 
 from __future__ import annotations
 

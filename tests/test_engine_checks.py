@@ -269,7 +269,7 @@ def test_a_loss_of_groups_returns_a_term_for_each() -> None:
 
 
 def shown(*frames: bool) -> list[Any]:
-    """Return micro-batches, of which some have images."""
+    """Return micro-batches. Some have images."""
     with_images = Images(torch.ones(4, 6), (Frame(2, 2, 0),))
     return [SimpleNamespace(frames=(1,) if each else (), images=with_images if each else None) for each in frames]
 

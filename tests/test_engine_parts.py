@@ -45,7 +45,7 @@ class Mesh:
         return results
 
 
-# The router: two layers of the three are on this stage, with three experts, of which a token gets two.
+# The router: two layers of the three are on this stage, with three experts; a token gets two of them.
 
 
 def router_of(mode: str, coefficient: float = 0.5, others: dict[str, Tensor] | None = None) -> Router:

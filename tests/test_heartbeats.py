@@ -146,9 +146,9 @@ def test_the_lines_of_the_main_thread_are_read_from_another() -> None:
         lines = pool.submit(heartbeat._main_thread).result()
     functions = [function for _, _, function in lines]
     assert "_main_thread" not in functions
-    mine = functions.index("test_the_lines_of_the_main_thread_are_read_from_another")
-    assert mine < functions.index("pytest_pyfunc_call"), "innermost first"
-    assert lines[mine][0] == __file__
+    own = functions.index("test_the_lines_of_the_main_thread_are_read_from_another")
+    assert own < functions.index("pytest_pyfunc_call"), "innermost first"
+    assert lines[own][0] == __file__
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_buffers_of_gradients() -> None:
 
 
 def test_hooks_reach_the_buffers() -> None:
-    """A unit with two parameters of which one is frozen, and a parameter that FSDP ignores."""
+    """A unit with a trained and a frozen parameter, and a parameter that FSDP ignores."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "b": torch.nn.Linear(3, 1, bias=False)})
     cast(Any, model["a"]).bias.requires_grad_(False)
     unit, changes = Unit("a", ("a.weight", "a.bias"), False, True), list[tuple[str, int]]()

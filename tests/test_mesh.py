@@ -26,7 +26,7 @@ AXES: dict[str, int] = dict(replicate=2, fsdp=3)
 
 
 def numbers(mesh: mw.Mesh, num: int, axes: tuple[str, ...], op: str) -> tuple[bool, bool]:
-    """All-reduce numbers of which each rank has others; return whether they, and torch's gradients, are right."""
+    """All-reduce numbers that differ by rank; return whether they, and torch's gradients, are right."""
     x = [torch.arange(num) * 3 % 7 * (-1.0) ** rank - 10 * (rank + 1) for rank in RANKS]
     own = x[mesh.rank].clone()
     of_group = torch.stack([x[rank] for rank in mesh.ranks_over(axes).tolist()])

@@ -147,8 +147,8 @@ def test_least_bytes_of_a_mesh(
 
 
 def test_least_bytes_of_a_pipeline() -> None:
-    """The first rank has 4 of 7 layers; it keeps as many micro-batches as places, of which the first backward frees
-    one before all gradients exist."""
+    """The first rank has 4 of 7 layers and keeps as many micro-batches as places. The first backward frees one before
+    all gradients exist."""
     least, axes = LeastOf(), Axes(pp=2, fsdp=2)
     state, shared = 7 * 250 + 12.5, 7000 * 4 / 7
     for num_batches, moment in ((1, shared), (2, max(2 * shared, 1000 + shared)), (3, 1000 + 2 * shared)):

@@ -1,4 +1,4 @@
-"""Read `config.json` for the models: fields, labels, RoPE, towers, n-grams, and which layers are of which kind."""
+"""Read `config.json` for the models: fields, labels, RoPE, towers, n-grams, and the kinds of layers."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def check_labels(documents: Any, labels: Any, refused: bool) -> None:
 
 
 def rich() -> Batch:
-    """Four documents with all parts, of which the second and the fourth show images, and one token of padding."""
+    """Four documents with all parts and one token of padding. The second and the fourth show images."""
     documents = [[5, 6], [IMAGE, 7, 8], [9], [4, IMAGE, IMAGE]]
     images = [[], pixels((1, 2, 2)), [], pixels((1, 2, 4))]
     made = mw.pack(documents, images=images, placeholders=[IMAGE], length=10, groups=[3, 3, 1, 8],

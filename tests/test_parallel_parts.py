@@ -184,7 +184,7 @@ class Real:
 
 
 def test_counts_leave_out_padding_and_the_last_tokens_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tokens, of which this rank has 2 to 6: documents of 4, 2 and 2 tokens, the last one padding."""
+    """Documents of 4, 2 and 2 tokens, the last token padding. This rank has tokens 2 to 6."""
 
     class Tokens:
         num_filler, docs = 3, None

@@ -210,7 +210,7 @@ def test_a_model_that_is_trained_whole_has_no_trained_part() -> None:
 
 
 def test_config_fields_that_differ() -> None:
-    """A broken config has no fields; output and logging do not count, but names that begin alike do."""
+    """A broken config has no fields; output and logging do not count, but names with the same beginning do."""
     configs = [
         "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1\n[[data]]\nx = 1\n[[data]]\nx = false",
         "steps = [1, 3]\nout = 'b'\nlogs = 2\n[[data]]\nx = 1\n[[data]]\nx = true",

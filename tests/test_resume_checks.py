@@ -138,7 +138,7 @@ CHECKS: dict[str, Refusal] = {
         ConfigError, "not a list", ({"weights": {"a": 2}},)),
     "a plane less": Refusal(lambda state: optimizer_state.check_same_keys({"weights": {"a": 1}, "exp_avg": {"b": 1}},
         state), {"weights": {"a": 1}}, CheckpointError, r"exp_avg/b is in this engine alone",
-        ({"weights": {"a": 1}, "exp_avg": {"b": 1}, "mine": {"c": 1}},)),
+        ({"weights": {"a": 1}, "exp_avg": {"b": 1}, "other": {"c": 1}},)),
     "a key more": Refusal(lambda keys: optimizer_state.check_same_keys({"weights": {"a": 1}}, {"weights": keys}),
         {"a": 1, "b": 1, "c": 1}, CheckpointError, r"weights/b is in the state dict alone \(2 such"),
     "keep=0": Refusal(lambda keep: checkpoint._check_keep(Keep(keep)), 0, ConfigError, "keep=0", (1, None)),

@@ -54,7 +54,7 @@ TIED = param("embed.weight", 100, first=True, both_ends=True)
     ids=["own head", "tied", "mtp", "table"],
 )
 def test_a_token_costs_the_elements_that_it_is_multiplied_with(rest, last):
-    """Layer 1 has 8 experts of 3 x 5, of which a token uses 2."""
+    """Layer 1 has 8 experts of 3 x 5; a token uses 2 of them."""
     model = nn.Module()
     model.dispatch = Dispatch(8, 5, 2, lambda *_: None)
     experts = Param({"expert": 8, "f": 3}, {"embed": 5}, (), name="layers.1.e", layer=1)

@@ -130,7 +130,7 @@ B = Param({"heads": 2, "head": 256}, {"embed": 384}, (), name="layers.0.b", laye
     ],
 )
 def test_codes_of_a_step_and_their_scales(axes, options, codes, scales):
-    """512 x 384 elements have 4 x 3 scales, of which tp cuts the rows."""
+    """512 x 384 elements have 4 x 3 scales; tp cuts the rows of scales."""
     unit = Unit("layers.0", ("layers.0.b",), expert=False, again=True)
     spec = spec_of((B,), (unit,), **memory(**options))
     object.__setattr__(spec, "fp8", frozenset({"layers.0.b", "other"}))  # `replace` would drop the given stages
