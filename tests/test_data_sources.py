@@ -15,7 +15,7 @@ import pytest
 from meshwright.errors import ConfigError, DataError
 from meshwright.objectives import ROW, Classify, Distill, Dpo, Embedding, Rerank, Reward
 from meshwright.train import data_sources
-from meshwright.train.config import Config, DataSection, SourceSection, TrainSection
+from meshwright.train.config import Config, DataSection, SourceSection
 from meshwright.train.data_sources import RowReader
 from tests import tiny
 from tests.templates import GOOD, tokenizer
@@ -109,18 +109,6 @@ def test_names_of_sources_are_as_short_as_they_are_unique() -> None:
 )  # fmt: skip
 def test_only_plain_texts_are_cut_unasked(kind: Any, rows: str, given: Any, policy: str) -> None:
     assert data_sources.overlong_policy(SourceSection(path="x", kind=kind, too_long=given), rows) == policy
-
-
-def test_the_number_of_steps_covers_all_tokens() -> None:
-    ends: list[dict[str, Any]] = [
-        dict(tokens=301),
-        dict(tokens=300),
-        dict(tokens="0.9K"),
-        dict(steps=5),
-        dict(epochs=2.0),
-    ]
-    sections = [TrainSection(length=100, tokens_per_step=300, **end) for end in ends]
-    assert [data_sources._num_steps(each) for each in sections] == [2, 1, 3, 5, None]
 
 
 def test_paths_of_images_start_from_the_data(tmp_path: Path) -> None:

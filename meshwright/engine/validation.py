@@ -130,7 +130,7 @@ def norm_bound(max_norm: object) -> float | None:
 def check_batches(batches: object, vocab: int, share: int) -> None:
     """Refuse batches of the wrong type, of unequal lengths, or with values out of range. `share`, cp x tp, must divide
     their length, because these ranks split a batch evenly."""
-    if isinstance(batches, Batch) or not isinstance(batches, Sequence):
+    if not isinstance(batches, Sequence):
         raise DataError("step, backward and evaluate take a list of batches: engine.step([batch])")
     if not batches:
         raise DataError("a step needs at least one batch")

@@ -61,8 +61,8 @@ from ..mesh import Mesh
 from ..models import label_names, patch_of, placeholders_of, take, text_config
 from ..objectives import ROW, Classify, Embedding, Objective, Rerank
 from ..weights import download, is_hub_id, path_of, read_config
-from .config import Config, SourceSection, TrainSection
-from .config_checks import num_tokens
+from .config import Config, SourceSection
+from .config_checks import num_steps
 
 Result = TypeVar("Result")
 _ROW_FIELDS = ("kind", "fields", "thinking", "turns", "template", "template_args")
@@ -415,7 +415,7 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
         )
         for each, section in zip(documents, config.data, strict=True)
     ]
-    steps = _num_steps(train)
+    steps = num_steps(config)
     if steps is not None:
         plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step, cache=plans)
     else:
@@ -439,13 +439,6 @@ def overlong_policy(section: SourceSection, rows: str) -> Any:
     A text may be cut anywhere. The end of a chat is its answer, so it is cut only if `too_long` says so.
     """
     return section.too_long or ("cut" if section.kind == "text" and rows == "documents" else "stop")
-
-
-def _num_steps(train: TrainSection) -> int | None:
-    """Return the number of steps, None if the run ends by epochs."""
-    if train.tokens is not None:
-        return ceil((num_tokens(train.tokens) or 0) / (train.streams_per_step * train.length))
-    return train.steps
 
 
 _DEFAULT_NAME = "held-out"  # of a single set without a name
