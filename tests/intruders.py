@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from tests.killed import differences, last_files, prepare
 from tests.started import Started, descendants, forked_ranks, ports
@@ -69,7 +69,7 @@ class Attack:
     def _set(self, port: int) -> None:
         """Speak as a rank does: leave pickles under the name at which torchrun looks for one."""
         harmful = pickle.dumps(Intruder(self.mark))
-        with suppress(DistStoreError):  # the run has just ended
+        with suppress(DistStoreError, DistNetworkError):  # the run has just ended
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
             for name, content in ((_RENDEZVOUS, base64.b64encode(harmful)), (f"raw/{_RENDEZVOUS}", harmful)):
                 store.set(name, content)
