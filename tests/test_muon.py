@@ -238,8 +238,8 @@ def test_options_hold_every_oracle(source_of: Callable[[str], Path], tmp_path: P
     assert trials.findings(tried) == []
 
 
-def planned(source: Path, mesh: dict[str, int]) -> tuple[list[str], list[int]]:
-    engine = build(source, mesh, router_aux="previous", optimizer=FLOAT64)
+def planned(source: Path, mesh: dict[str, int], train: str) -> tuple[list[str], list[int]]:
+    engine = build(source, mesh, router_aux="previous", optimizer=FLOAT64, train=train)
     engine.step(four_batches(engine, 0))
     assert engine.optimizer.matrices is not None
     plan = engine.optimizer.matrices._plan  # of the step
@@ -247,10 +247,12 @@ def planned(source: Path, mesh: dict[str, int]) -> tuple[list[str], list[int]]:
     return [matrix.name for matrix in plan.matrices], plan.owner
 
 
-def test_ranks_that_store_nothing_plan_alike(tmp_path: Path) -> None:
-    """Three rows of a router on four ranks: the last one must compute the same owners and buckets."""
+@pytest.mark.parametrize("train", ["**", "*router*"])
+def test_ranks_that_store_nothing_plan_alike(tmp_path: Path, train: str) -> None:
+    """Three rows of a router on four ranks: the last one must compute the same owners and buckets, in the same dtype
+    where it stores no row at all."""
     source = tiny.directory(tmp_path / "m", "qwen3_moe", num_experts=3, num_experts_per_tok=2)
-    first, *others = worlds.run(4, planned, source, dict(fsdp=4))
+    first, *others = worlds.run(4, planned, source, dict(fsdp=4), train)
     assert any("router" in name for name in first[0])
     assert others == [first] * 3
 

@@ -82,8 +82,8 @@ class _Step:
             for name, each in tensors.items()
             if name in stored
         }
-        dtypes = {tensor.dtype for tensor in stored.values()}
-        self.dtype = of.options.matrix_dtype or next(iter(dtypes), torch.float32)
+        # A gradient has the dtype of its parameter. A rank that stores no row of any matrix has gradients all the same.
+        self.dtype = of.options.matrix_dtype or next(grad.dtype for grad, *_ in tensors.values())
 
     @staticmethod
     def _views(piece: Piece, tensor: Tensor) -> Views:
