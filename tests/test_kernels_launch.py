@@ -168,6 +168,7 @@ def test_nothing_is_tried_inside_a_backward(monkeypatch):
     monkeypatch.setattr(kernels, "SLOW", ())
     monkeypatch.setattr(kernels, "_agreed", {})
     monkeypatch.setattr(kernels, "NARROW", (torch.float64,))
+    rand(1).sum().backward()  # the number of a backward is not 0
     x, chosen = rand(5, 3), []
     InBackward.apply(x, chosen).sum().backward()
     assert chosen == [mean_so_far]
@@ -211,3 +212,27 @@ def test_a_plant_in_the_layout_is_seen(monkeypatch, tmp_path):
     for y in (x, displaced(x, 1)):
         wrong.sum_rows(y, at, 2)
     assert formed[0] != formed[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "distance", "width", "is_kept"),
+    [
+        (0, 128, 128, True), (0, 40, 40, True), (0, 144, 128, True), (0, 129, 128, False), (0, 144, 40, False),
+        (0, 48, 32, True), (4, 128, 128, True), (1, 128, 128, False),
+    ],
+)  # fmt: skip
+def test_rows_that_no_trial_has_seen_are_copied(first, distance, width, is_kept):
+    """A kernel is compiled for whether 16 divides the distance of rows, their width, and the address in bytes."""
+    x = torch.arange(4.0 * 144)[first:].as_strided((3, width), (distance, 1), first)
+    rows = module.dense_rows(x)
+    assert (rows is x) == is_kept
+    assert torch.equal(rows, x)
+    assert is_kept or rows.is_contiguous()
+    assert (module.dense(x) is x) == (is_kept and distance == width)
+    assert module.dense_rows(x[:0]).shape == (0, width)
+
+
+def test_rows_whose_elements_lie_apart_are_copied():
+    turned = torch.arange(48.0 * 16).view(48, 16).T
+    assert module.dense_rows(turned).is_contiguous()
+    assert torch.equal(module.dense(turned), turned)

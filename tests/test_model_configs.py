@@ -26,6 +26,7 @@ from meshwright.models.hf_config import (
     divides,
     label_names,
     labels_of,
+    listed,
     refuse,
     refuse_endless,
     take,
@@ -83,6 +84,11 @@ def test_small_readers() -> None:
     with pytest.raises(ConfigError, match="b=2 is not supported; it must be 1 or 3"):
         refuse({"b": 2}, {"a": (1,), "b": (1, 3)})
     assert divides("a", 3, "b", 12) == 4
+    assert listed({"a": ["x", "y"]}, "a", str) == ["x", "y"]
+    assert listed({"a": None}, "a", str) == listed({}, "a", str) == []
+    for wrong in (["x", 3], [3, "x"], "x", {"x": 1}):
+        with pytest.raises(ConfigError, match="must be a list of str"):
+            listed({"a": wrong}, "a", str)
     refuse_endless(16, 4096)
     with pytest.raises(ConfigError, match="at most 65536"):
         refuse_endless(17, 4096)
@@ -106,6 +112,7 @@ TOKEN, SEQUENCE = ["XForTokenClassification"], ["XForSequenceClassification"]
         (dict(id2label={"0": "no", "1": "yes", "2": "?"}), Labels(3, new=True), ["no", "yes", "?"]),
         (dict(architectures=SEQUENCE, id2label={"1": "b", "0": "a", "2": 7}), Labels(3, new=False), ["a", "b", "7"]),
         (dict(num_labels=2, id2label={"1": "b", "7": "a"}), Labels(2, new=True), ["LABEL_0", "b"]),
+        (dict(id2label={"0": "", "1": 0}), Labels(2, new=True), ["", "0"]),
     ],
 )  # fmt: skip
 def test_labels(fields: Fields, labels: Labels, names: list[str]) -> None:
@@ -188,7 +195,9 @@ def test_rope(config: Fields, head: int, options: Fields, result: ops.Rotary) ->
         (dict(rope_theta=1.0), 12, {}), ({}, 7, {}), ({}, 10, dict(partial=0.25 / 3)),
         (dict(partial_rotary_factor=0.5), 12, {}), (dict(partial_rotary_factor=1.5), 12, dict(partial=0.5)),
         (dict(partial_rotary_factor=0.0), 12, dict(partial=0.5)), (dict(rope_scaling=YARN), 12, dict(scaled=False)),
-        (dict(rope_scaling=dict(YARN, beta_slow=32.0)), 12, {}), (dict(rope_scaling=dict(YARN, factor=2e6)), 12, {}),
+        (dict(rope_scaling=dict(YARN, beta_slow=32.0)), 12, {}),
+        (dict(rope_scaling=dict(LLAMA, low_freq_factor=3.0)), 12, {}),
+        (dict(rope_scaling=dict(YARN, factor=2e6)), 12, {}),
         (dict(rope_scaling=dict(type="default"), rope_parameters=dict(mrope_section=[1, 1, 1])), 12, {}),
     ],
 )  # fmt: skip
@@ -224,6 +233,8 @@ def test_shapes_of_attention_delta_nets_and_experts() -> None:
     assert routing_of({**experts, "num_local_experts": 3}, renormalise=False).experts == 3
     with pytest.raises(ConfigError, match="is more than num_experts=2"):
         routing_of({**experts, "num_experts": 2}, renormalise=False)
+    with pytest.raises(ConfigError, match="17 layers of 4096 experts"):
+        routing_of({**experts, "num_experts": 4096, "num_hidden_layers": 17}, renormalise=False)
     given = dict(router_aux_loss_coef=0.25)
     balances = [
         balance_of(f, routing)
@@ -340,6 +351,7 @@ def test_shape_of_a_tower() -> None:
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[2, 1]), dict(hidden_act="gelu"),
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[0, 1, 2, 3]), dict(in_channels=1),
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[1, 1]), dict(spatial_merge_size=1),
+        dict(temporal_patch_size=1), dict(rope_parameters=dict(rope_type="yarn", factor=2.0)),
     ],
 )  # fmt: skip
 def test_towers_that_are_not_computed_are_refused(changes: Fields) -> None:
@@ -361,6 +373,8 @@ def test_text_of_a_config_with_a_tower() -> None:
     )
     with pytest.raises(ConfigError, match="is false at the top"):
         text_config({**inner, "tie_word_embeddings": False})
+    with_bias = {**inner, "text_config": dict(token_classification_bias=True), "token_classification_bias": False}
+    assert text_config(with_bias)["token_classification_bias"] is False
     for name in ("rope_scaling", "rope_parameters"):
         with pytest.raises(ConfigError, match=f"{name} at the top"):
             text_config({**inner, name: {"rope_type": "default"}})
@@ -391,13 +405,18 @@ def test_families(kind: str, classifier: str, served: str, mtp: str, keys_withou
     assert prefix_of(config, {"norm.weight"}) == "model."
     visual = "model.visual.*" in family.carried
     assert visual == (kind not in ("qwen2", "qwen3_moe", "qwen3_next"))
+    assert ("mtp.*" in family.carried) == (visual or kind == "qwen3_next")
 
 
 def test_ids_of_placeholders() -> None:
     assert placeholders_of(dict(model_type="qwen3_5_moe")) == (248056, 248057)
     assert placeholders_of(dict(model_type="qwen3_vl", video_token_id=7)) == (151655, 7)
+    assert placeholders_of(dict(model_type="qwen3_vl_moe")) == (151655, 151656)
     assert placeholders_in(dict(model_type="qwen4_exp", image_token_id=5)) == (5, 248057)
     assert placeholders_in(ODD["qwen3"]) == ()
+    for wrong in ("151655", 0, -1):
+        with pytest.raises(ConfigError, match="image_token_id="):
+            placeholders_of(dict(model_type="qwen3_vl", image_token_id=wrong))
     with pytest.raises(ConfigError, match="has no vision tower"):
         placeholders_of(ODD["qwen3_5"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from meshwright import ops
 from meshwright.errors import ConfigError
 from meshwright.models import describe
-from meshwright.models.decoder import Decoder, Tied, Want
+from meshwright.models.decoder import Decoder, Embedding, LanguageHead, Tied, Want
 from meshwright.models.linear import ALL, Linear, WideLinear, _is_whole, joined
 from meshwright.models.lora import Adapter, ExpertAdapter, factor_key, modules_of
 from meshwright.models.lora_targets import _matches, adapters_of, without_adapters
@@ -269,6 +270,9 @@ def test_targets_that_would_leave_something_out_are_refused(targets: list[str], 
     model = model_of("qwen3", Recipe(lora=Lora(targets=["gate_proj", "up_proj", "*.1.*.q_proj"])))
     with_adapter = [name for name, module in model.named_modules() if isinstance(module, Adapter)]
     assert with_adapter == ["layers.0.mlp.gate_up.lora", "layers.1.mixer.q.lora", "layers.1.mlp.gate_up.lora"]
+    model = model_of("qwen3_moe", Recipe(lora=Lora(targets=["experts.0.down_proj"])))
+    with_adapter = [name for name, module in model.named_modules() if isinstance(module, ExpertAdapter)]
+    assert with_adapter == [f"layers.{n}.mlp.experts.down_lora" for n in (0, 2)]
 
 
 def test_adapters_are_on_again_after_an_error() -> None:
@@ -283,6 +287,11 @@ def test_adapters_are_on_again_after_an_error() -> None:
             seen.append(experts.factors(8))
             raise KeyError
 
+    with without_adapters([model.layers["0"]]):
+        with without_adapters([model]):
+            pass
+        assert {each.on for each in adapters_of(model.layers["0"])} == {False}, "the outer context goes on"
+        assert {each.on for each in adapters_of(model.layers["1"])} == {True}
     with pytest.raises(KeyError):
         fail()
     assert seen == [[False] * len(adapters), None]
@@ -350,5 +359,115 @@ def test_loads_of_a_router_leave_padding_out() -> None:
     balance.coefficient = 0.0
     assert balance.watch(0, weights, logits, experts) is weights
     assert balance.chosen[0].tolist() == experts.tolist()
+    balance.watch(0, weights, logits, experts.flip(1))
+    assert balance.chosen[0].tolist() == experts.flip(1).tolist(), "those of the last forward"
+    balance.watch(2, weights, logits, experts)
+    balance.watch(3, weights, logits, torch.zeros_like(experts))
+    assert [balance.counts[layer].tolist() for layer in (0, 1, 2, 3)] == [[1, 2, 1, 0]] * 3 + [[4, 0, 0, 0]]
     balance.begin(torch.tensor([True]))
     assert (balance.given(0), balance.counts, balance.probs) == (None, {}, {})
+
+
+def head_with_numbers() -> LanguageHead:
+    """Return the head of a rank that has the words 5 to 17."""
+    head = model_of("qwen3").head
+    assert isinstance(head, LanguageHead)
+    torch.manual_seed(4)
+    head.norm = nn.Identity()
+    head.weight = nn.Parameter(torch.randn(13, 6, dtype=torch.float64))
+    head.vocab.start = 5
+    return head
+
+
+def test_scores_of_a_head_whose_first_word_is_not_the_first() -> None:
+    head, x = head_with_numbers(), torch.randn(4, 6, dtype=torch.float64)
+    labels = torch.tensor([5, -100, 9, 17])
+    logps = (x @ head.weight.T / 0.5).log_softmax(-1)
+    logprobs, entropy = head(x, labels.clamp(min=5), Want("entropy", temperature=0.5), None)
+    torch.testing.assert_close(logprobs, logps.gather(1, (labels.clamp(min=5) - 5)[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(logps.exp() * logps).sum(-1))
+    best, ids = head(x, labels, Want("top_logprobs", num_top=1, temperature=0.5), None)
+    assert ids.tolist() == (5 + logps.argmax(-1, keepdim=True)).tolist()
+    torch.testing.assert_close(best, logps.amax(-1, keepdim=True))
+    assert head.meet.floats, "the numbers of slices travel in float32"
+    (logits,) = head(x, torch.tensor([0, -100, 9, 17]), Want("target_logits"), None)
+    torch.testing.assert_close(logits, (x @ head.weight.T)[[0, 2, 3]])
+
+
+def test_the_first_word_is_a_candidate_and_a_negative_one_is_none() -> None:
+    head, x = head_with_numbers(), torch.randn(2, 6, dtype=torch.float64)
+    head.vocab.start = 0
+    ids = torch.tensor([[0, -1], [12, 0]])
+    want = Want("logprobs", ids_TK=ids, temperature=3.0, candidate_temperature=0.5, rest=True)
+    logprobs, of_candidates, rest = head(x, torch.tensor([3, 4]), want, None)
+    logps = (x @ head.weight.T / 0.5).log_softmax(-1)
+    torch.testing.assert_close(of_candidates, logps.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0))
+    torch.testing.assert_close(rest[0], logps[0, 1:].logsumexp(-1))
+    torch.testing.assert_close(rest[1], logps[1, 1:12].logsumexp(-1))
+    torch.testing.assert_close(logprobs[0], (x @ head.weight.T / 3.0).log_softmax(-1)[0, 3])
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_the_mtp_head_is_scored_at_temperature_1(detached: bool) -> None:
+    head, x, z = head_with_numbers(), *(torch.randn(2, 6, dtype=torch.float64) for _ in range(2))
+    labels, next_labels = torch.tensor([6, 7]), torch.tensor([8, 9])
+    predict = lambda *_: (z, next_labels, detached)  # noqa: E731 - short
+    logps, next_logps, is_likeliest = head(x, labels, Want("logprobs", mtp=True, temperature=0.5), None, predict)
+    all_logits = [each @ head.weight.T for each in (x / 0.5, z)]
+    for got, logits, wanted in zip((logps, next_logps), all_logits, (labels, next_labels), strict=True):
+        torch.testing.assert_close(got, logits.log_softmax(-1).gather(1, wanted[:, None] - 5)[:, 0])
+    assert is_likeliest.tolist() == (5 + all_logits[1].argmax(-1) == next_labels).tolist()
+    assert next_logps.requires_grad is not detached
+
+
+def drawn(module: nn.Module) -> None:
+    """Give the declared parameters of a module numbers."""
+    torch.manual_seed(5)
+    for part in module.modules():
+        for name, declared in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(torch.randn(declared.shape), requires_grad=False))
+
+
+@pytest.mark.parametrize(("lengths", "chooses"), [((20, 3), True), ((3, 20), True), ((7, 7), False), ((6, 8), True)])
+def test_blocks_are_chosen_if_any_document_has_more_than_the_budget(lengths: Any, chooses: bool) -> None:
+    """A block has 2 tokens, and a query sees 3 blocks."""
+    mixer, docs = model_of("qwen4_exp").layers["2"].mixer, ops.documents(lengths, "cpu")
+    drawn(mixer.indexer)
+    rope = ops.rope_tables(docs.positions_T, mixer.indexer.rotary)
+    choice = mixer.indexer(torch.randn(docs.bounds[-1], 32), rope, docs)
+    assert (choice is not None) == chooses
+
+
+def test_short_documents_of_sparse_attention_begin_at_the_tokens_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer, seen = model_of("qwen4_exp").layers["2"].mixer, []
+    monkeypatch.setattr(type(mixer.indexer), "forward", lambda *_: None)
+    mixer.swap.group = 2
+    monkeypatch.setattr(ops, "attention", lambda *given: seen.append(given[4]))
+    mixer.attend(torch.zeros(4, 32), None, None, (torch.zeros(4, 1, 2),) * 3)
+    assert seen == [8]
+
+
+def test_blocks_of_documents_with_images_are_rotated_where_rope_sees_their_first_token() -> None:
+    indexer = model_of("qwen4_exp").layers["2"].mixer.indexer
+    drawn(indexer)
+    docs = ops.documents((6, 4), "cpu")
+    blocks, keys_Sd = ops.blocks_of(docs.positions_T, 2), torch.randn(10, 12)
+    turns = docs.positions_T[:, None].expand(-1, 3)
+    plain = indexer.keys(keys_Sd, blocks, docs)
+    means = ops.rms_norm(keys_Sd.view(5, 2, 12).mean(1), indexer.k_norm, indexer.eps, zero_centred=True)
+    rope = ops.rope_tables(torch.tensor([0, 2, 4, 0, 2]), indexer.rotary)
+    torch.testing.assert_close(plain, ops.rotate(means[:, None], *rope)[:, 0])
+    torch.testing.assert_close(indexer.keys(keys_Sd, blocks, replace(docs, turns_T3=turns)), plain)
+    later = indexer.keys(keys_Sd, blocks, replace(docs, turns_T3=turns + torch.tensor([0, 7, 0])))
+    assert (later - plain).abs().amax(1).min() > 1e-2
+
+
+def test_a_rank_embeds_the_words_that_it_has() -> None:
+    embed = model_of("qwen3").embed
+    assert isinstance(embed, Embedding)
+    embed.weight = nn.Parameter(torch.arange(1.0, 9.0).view(4, 2))
+    embed.vocab.start, embed.vocab.stop = 3, 7
+    x = embed(torch.tensor([2, 3, 6, 7, 0, 4]))
+    assert x.tolist() == [[0, 0], [1, 2], [7, 8], [0, 0], [0, 0], [3, 4]]
+    x = embed(torch.tensor([3, 6]), torch.tensor([True, False]))
+    assert x.tolist() == [[0, 0], [7, 8]], "an image stands there"

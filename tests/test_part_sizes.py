@@ -232,3 +232,12 @@ def test_memory_that_no_code_writes_shows() -> None:
     assert bool(x.grad.isnan().all())
     assert not weight_EOI.grad[1:].any(), "experts without rows"
     assert not isinstance(torch.empty, FunctionType), "it is torch's own again"
+
+
+def test_sizes_come_back_as_they_were_before_a_context_in_another_one() -> None:
+    each = registered()[0]
+    module = importlib.import_module(each.module)
+    with shrunk_part_sizes():
+        with shrunk_part_sizes(2):
+            assert vars(module)[each.name] == min(each.size, 2 * each.small)
+        assert vars(module)[each.name] == each.small

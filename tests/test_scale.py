@@ -36,3 +36,10 @@ def test_the_collector_sleeps_while_a_model_is_made() -> None:
         assert gc.isenabled()
     finally:
         gc.callbacks.remove(note)
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "as it was before"
+    finally:
+        gc.enable()

@@ -108,6 +108,10 @@ def test_refuses_what_does_not_fit():
         attention(*inputs(5), documents([4], "cpu"))
     with pytest.raises(ValueError, match=r"\bq\b.*\b2 tokens\b.*\b3\b.*\b4\b"):
         attention(*(x[: 2 + 2 * bool(i)] for i, x in enumerate(inputs(4))), documents([4], "cpu"), first=3)
+    with pytest.raises(ValueError, match=r"\b2 tokens from token -1\b"):
+        attention(*(x[: 2 + 2 * bool(i)] for i, x in enumerate(inputs(4))), documents([4], "cpu"), first=-1)
+    with pytest.raises(ValueError, match=r"\bv has 5 tokens\b"):
+        attention(*inputs(4)[:2], inputs(5)[2], documents([4], "cpu"))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
@@ -150,6 +154,7 @@ def test_documents_of_one_length_in_slices_of_one_matmul():
         ((500, 500), 2, 8),
         ((512, 512), 2, 4),
         ((512, 512), 2, 264),
+        ((256, 256), 1, 256),
     ],
 )
 def test_one_call_is_for_long_documents_of_one_length_off_the_cpu(monkeypatch, lengths, calls, dim):

@@ -139,15 +139,20 @@ def test_queries_from_the_middle_of_a_stream_have_their_own_gradients(monkeypatc
 
 
 def test_gradients_of_keys_are_summed_over_queries_in_float32(monkeypatch):
-    """All queries see the first token equally: its value gets 1 + 1/2 + 1/3 + ..., which bfloat16 stops adding to."""
+    """All queries see the first token equally: its value gets 1 + 1/2 + 1/3 + ..., which bfloat16 stops adding to. As
+    its value alone is 1, query n moves its key by (8 / n) (1 - 1 / n) / sqrt(8)."""
     monkeypatch.setattr(module, "QUERIES", 1)
     num = 150
     docs = documents((num,), "cpu")
-    q, k, v = (torch.zeros(num, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(num, 1, 8, dtype=torch.bfloat16) for _ in range(3))
+    q[:], v[0] = 1.0, 1.0
+    k.requires_grad_(), v.requires_grad_()
     blocks = blocks_of(docs.positions_T, 2 * num)
     choice = Choice(torch.full((num, 1), module.NO_BLOCK), blocks, docs.positions_T, docs.bounds)
     block_attention(q, k, v, choice).sum().backward()
     assert abs(v.grad[0, 0, 0].item() - sum(1 / n for n in range(1, num + 1))) < 0.03
+    assert abs(k.grad[0, 0, 0].item() - sum(8 / n * (1 - 1 / n) for n in range(1, num + 1)) / 8**0.5) < 0.06
+    assert {x.dtype for x in (k.grad, v.grad)} == {torch.bfloat16}
 
 
 def test_what_a_kernel_reads_of_a_choice(monkeypatch):
@@ -188,3 +193,19 @@ def test_a_kernel_counts_the_first_block_of_a_stream_too(monkeypatch):
     starts, counts, *_ = module._seen(Choice(ids, blocks_of(docs.positions_T, 3), docs.positions_T, docs.bounds, 4))
     assert counts.tolist() == [1, 0, 2, 2]
     assert [row[:num] for row, num in zip(starts.tolist(), counts.tolist(), strict=True)] == [[0], [], [3, 0], [0, 3]]
+
+
+def test_a_plan_counts_what_a_kernel_sums_and_keeps_in_float32(monkeypatch):
+    made, real = [], torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *args, **options: made.append(real(x, *args, **options)) or made[-1]
+    )
+    q, k, v = (
+        torch.empty(9, heads, width, dtype=torch.bfloat16, device="meta") for heads, width in ((6, 4), (2, 4), (2, 5))
+    )
+    _, lse_TH = module._by_kernel(q, k, v, late_choice(3))
+    assert (lse_TH.shape, lse_TH.dtype) == ((9, 6), torch.float32)
+    made.clear()
+    grads = module._gradients_by_kernel((q, k, v), late_choice(3), (), q)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+    assert [(x.shape, x.dtype) for x in made] == [(x.shape, torch.float32) for x in (k, v)]

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,8 @@ def test_choices_are_replayed_in_order_and_again_from_the_first():
     for _ in range(2):
         with choices.taken():
             assert [choose(number) for number in (7, 7, 7)] == [4, 9, 2]
+            with pytest.raises(IndexError):
+                choose(7)
     assert choose(7) == 7
 
 

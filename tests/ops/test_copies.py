@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from meshwright.ops import Copies, by_expert, copies_of, gather_copies, runs, sum_copies, turns
+from meshwright.ops import rows as module
 from tests.ops.references import compare, rand
 
 CASES = {"several": [2, 0, 0, 1, 2, 2, 3], "one each": [1, 0, 2], "one row": [0, 0, 0], "none": []}
@@ -43,6 +44,7 @@ def test_runs_and_turns():
     run, place = runs(torch.tensor([3, 3, 5, 9, 9, 9]))
     assert (run.tolist(), place.tolist()) == ([0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2])
     assert turns(torch.tensor([2, 0, 2, 2, 0])).tolist() == [0, 0, 1, 2, 1]
+    assert [each.tolist() for each in runs(torch.tensor([7, 7, 7]))] == [[0, 0, 0], [0, 1, 2]]
     assert [len(each) for each in runs(torch.tensor([], dtype=torch.long))] == [0, 0]
 
 
@@ -61,3 +63,11 @@ def test_by_expert_against_reference():
         )
 
     compare(ours, plain, [rand(5, 3), rand(5, 2)])
+
+
+@pytest.mark.parametrize(("num", "asked"), [(1, []), (3, [3])])
+def test_the_kernel_of_sums_is_chosen_for_their_number_of_rows(num, asked, monkeypatch):
+    seen, y = [], rand(6, 2, grad=False)
+    monkeypatch.setattr(module, "_has_kernel", lambda y_ND, num: seen.append(num))
+    assert torch.equal(module.sum_rows(y, torch.arange(6).flip(0), num), y.flip(0).view(6 // num, num, 2).sum(1))
+    assert seen == asked

@@ -1,4 +1,6 @@
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,3 +244,42 @@ def test_quick_at_1024_tokens():
     start = time.perf_counter()
     rule(*streams, docs).sum().backward()
     assert time.perf_counter() - start < 5  # 0.06 s when alone; the bound only catches a loop over tokens
+
+
+def test_a_convolution_in_parts_is_rounded_as_one_of_the_whole():
+    docs, x, weight = documents([3, 9], "cpu"), rand(12, 5, dtype=torch.bfloat16), rand(5, 4, seed=1)
+    whole = causal_conv(x, weight, docs)
+    in_three = in_parts(lambda part, x: causal_conv(x, weight, docs, part), 3, [x])
+    assert in_three.dtype == torch.bfloat16
+    assert torch.equal(in_three, whole)
+
+
+def test_gradients_of_taps_are_not_rounded_to_the_dtype_of_the_stream():
+    docs, x, weight = documents([3, 9], "cpu"), rand(12, 5, dtype=torch.bfloat16, grad=False), torch.ones(5, 4)
+    low, wide = (weight.to(dtype).clone().requires_grad_() for dtype in (torch.float32, torch.float64))
+    d = rand(12, 5, seed=2, grad=False).bfloat16()
+    causal_conv(x, low, docs).backward(d)
+    causal_conv(x.double(), wide, docs).backward(d.double())
+    assert (low.grad - wide.grad).norm() <= 1e-6 * wide.grad.norm()
+
+
+def test_an_empty_part_goes_to_no_kernel(monkeypatch):
+    monkeypatch.setattr(delta, "_fastest_halves", None)
+    maps = [rand(1, 2, 2, 3, 7, seed=i) for i in range(2)]
+    assert rule(*inputs(0), documents([], "cpu"), states=Part(2, 1, maps)).shape == (0, 2, 2, 4)
+
+
+def test_what_flash_linear_attention_gets(monkeypatch):
+    """A key head for each value head, heads side by side, and the bounds of documents without padding."""
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens, use_qk_l2norm_in_kernel):
+        assert use_qk_l2norm_in_kernel
+        assert (cu_seqlens.tolist(), cu_seqlens.dtype) == ([0, 3, 12], torch.int64)
+        assert q.shape[:3] == k.shape[:3] == v.shape[:3] == g.shape == beta.shape == (1, 12, 6)
+        one_value = [v[0].unsqueeze(2), g[0].unsqueeze(2), beta[0].unsqueeze(2)]
+        return references.delta_rule(q[0], k[0], *one_value, cu_seqlens.tolist()).squeeze(2)[None], None
+
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    docs, streams = documents([3, 9], "cpu", padded=5), inputs(12, ratio=3)
+    compare(lambda *x: delta._fla(*x, docs), lambda *x: references.delta_rule(*x, docs.bounds), streams)

@@ -1,3 +1,5 @@
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,13 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from meshwright.ops import matmul, route
+from meshwright.ops.deferred_weight_grads import deferring_weight_grads
 from meshwright.ops.experts import _factor, can_group, without_unused
 from tests.ops import references
 from tests.ops.references import compare, differentiate, quick, rand, smoke
 from tests.ops.rows import experts
+
+module = import_module("meshwright.ops.experts")  # the package has the function under this name
 
 loads = st.lists(st.sampled_from([0, 0, 1, 2, 5, 7, 13]), min_size=1, max_size=6)
 
@@ -160,3 +165,47 @@ def test_an_expert_without_rows_has_a_gradient_of_zeros_whatever_a_kernel_left_t
     left[1] = 1.0
     result = without_unused(left, torch.tensor([0, 5, 0, 0]))
     assert torch.equal(result, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None, None].expand(4, 2, 3))
+
+
+def test_what_a_grouped_product_leaves_for_unused_experts_is_no_late_gradient(monkeypatch):
+    real, jobs, counts_E = F.grouped_mm, [], torch.tensor([3, 0, 5])
+
+    def dirty(a, b, *, offs):
+        y = real(a, b, offs=offs)
+        return y.index_fill(0, torch.tensor([1]), torch.nan) if a.dim() == b.dim() == 2 else y
+
+    streams = inputs([3, 0, 5], dtype=torch.float32)
+    wanted = differentiate(lambda *x: experts(*x, counts_E), streams)[2:]
+    monkeypatch.setattr(F, "grouped_mm", dirty)
+    d = torch.randn(8, 8, generator=torch.Generator().manual_seed(99), dtype=torch.float64).float()
+    with deferring_weight_grads(jobs):
+        experts(*streams, counts_E).backward(d)
+    assert [x.grad for x in streams[1:]] == [None, None]
+    for job in jobs:
+        job()
+    references.assert_same([x.grad for x in streams[1:]], wanted, 1e-6)
+
+
+def test_gradients_of_unused_experts_are_zeroed_off_the_cpu(monkeypatch):
+    zeroed = []
+    monkeypatch.setattr(module, "without_unused", lambda d_EOI, counts_E: zeroed.append(counts_E) or d_EOI)
+    for device, num in (("cpu", 0), ("meta", 1)):
+        weight_EOI = torch.ones(2, 3, 4, device=device, requires_grad=True)
+        module._ZeroGradient.apply(weight_EOI, torch.tensor([0, 1], device=device)).sum().backward()
+        assert len(zeroed) == num
+
+
+def test_counts_that_the_host_knows_are_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(module, "to_host", None)
+    streams, counts_E = inputs([2, 0, 3]), torch.tensor([2, 0, 3])
+    wanted = references.experts(*streams, counts_E)
+    assert torch.allclose(experts(*streams, counts_E, [2, 0, 3]), wanted, rtol=1e-12)
+
+
+def test_each_row_is_multiplied_by_its_routing_weight():
+    counts_E = torch.tensor([2, 0, 3])
+    compare(
+        lambda weight, *x: experts(*x, counts_E, weight_N=weight),
+        lambda weight, *x: references.experts(*x, counts_E) * weight[:, None],
+        [rand(5, seed=7), *inputs([2, 0, 3])],
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.ops import deferred_weight_grads, fp8_matmul, linear, linears
+from meshwright.ops import Grid, Quantised, deferred_weight_grads, fp8_matmul, fp8_storage, linear, linears
 from tests.ops.references import compare, fp8_block, fp8_matrix, fp8_rows, rand
 from tests.ops.rows import experts as experts_of
 
@@ -121,8 +121,9 @@ def test_late_weights_get_the_same_gradients():
 
 
 def test_a_matrix_without_whole_blocks_is_refused():
-    with pytest.raises(ValueError, match="multiples of 128"):
-        linear(rand(3, 192), rand(128, 192), fp8=True)
+    for shape in ((128, 192), (192, 128)):
+        with pytest.raises(ValueError, match="multiples of 128"):
+            linear(rand(3, shape[1]), rand(*shape), fp8=True)
 
 
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
@@ -230,3 +231,88 @@ def test_rows_from_anywhere_touch_the_blocks_of_their_matrix(first, num):
     for code, row, (_, block) in zip(codes, rows, grid, strict=True):
         divided = torch.cat([row[:128] / scales[block, 0], row[128:] / scales[block, 1]])
         assert torch.equal(code, divided.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_a_grid_goes_to_a_device_whole():
+    grid = Grid(torch.ones(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)).to(
+        torch.device("meta")
+    )
+    assert {x.device.type for x in (grid.scales, grid.rows, grid.columns)} == {"meta"}
+
+
+@pytest.mark.parametrize("elements", [1, 8, 301])
+def test_every_part_of_a_matrix_is_dequantised(elements, monkeypatch):
+    monkeypatch.setattr(fp8_storage, "_PART", elements)
+    codes, scales = torch.tensor([[2.0, 4.0, 8.0]] * 5).to(torch.float8_e4m3fn), torch.tensor([[1.0, 3.0], [5.0, 7.0]])
+    grid = Grid(scales, torch.tensor([0, 0, 1, 1, 0]), torch.tensor([0, 1, 1]))
+    even, odd = [2.0, 12.0, 24.0], [10.0, 28.0, 56.0]
+    assert grid.values(codes.view(torch.uint8), torch.float64).tolist() == [even, even, odd, odd, even]
+
+
+def stack_of_codes():
+    return Quantised(torch.zeros(3, 256, 128, dtype=torch.uint8), torch.ones(3, 2, 1), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.as_strided((3, 256, 128), (256 * 128, 1, 256)),
+        lambda x: x.as_strided((3, 256, 128), x.stride(), 128),
+        lambda x: x.as_strided((1, 256, 128), x.stride()),
+        lambda x: x.transpose(0, 1),
+        lambda x: x.transpose(0, 2),
+        lambda x: x.select(1, 0),
+        lambda x: x[0].select(0, 0),
+        lambda x: x.view(12, 64, 128),
+        lambda x: x.view(6, 256, 64),
+    ],
+)
+def test_views_that_would_part_codes_from_their_scales_are_refused(cut):
+    with pytest.raises(ValueError, match=r"cannot be|can only|has no matrices"):
+        cut(stack_of_codes())
+
+
+def test_views_of_codes_have_the_scales_of_their_blocks():
+    x = stack_of_codes()
+    x.scales[:] = torch.arange(6.0).view(3, 2, 1)
+    assert [each.scales.flatten().tolist() for each in x] == [[0, 1], [2, 3], [4, 5]]
+    assert [each.scales.flatten().tolist() for each in x.view(6, 128, 128)] == [[n] for n in range(6)]
+    assert (x[1].mT.shape, x[1].mT.scales.tolist()) == ((128, 256), [[2, 3]])
+    assert x.as_strided(x.shape, x.stride()).scales.tolist() == x.scales.tolist()
+    like = torch.empty_like(x, dtype=torch.float32)
+    assert (type(like), like.shape, like.dtype) == (torch.Tensor, x.shape, torch.float32)
+    assert torch.empty_like(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_kernel"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
+)
+def test_products_in_32_bits_stay_with_the_formula(dtype, by_kernel, monkeypatch):
+    monkeypatch.setattr(fp8_matmul, "SLOW", ())
+    monkeypatch.setattr(fp8_matmul, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(fp8_matmul, "_by_kernel", lambda *_: "by kernel")
+    y = fp8_matmul.fp8_linear(torch.ones(2, 128, dtype=dtype), torch.ones(128, 128, dtype=dtype))
+    assert isinstance(y, str) == by_kernel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_kernel"), [(torch.float64, False), (torch.float32, True), (torch.bfloat16, True)]
+)
+def test_matrices_in_64_bits_are_quantised_by_the_formula(dtype, by_kernel, monkeypatch):
+    seen, real = [], fp8_matmul._matrix_operand
+    monkeypatch.setattr(fp8_matmul, "_quantises_in_one_kernel", lambda _: True)
+    monkeypatch.setattr(
+        fp8_matmul, "_matrix_operand", lambda weight, one_kernel: seen.append(one_kernel) or real(weight, False)
+    )
+    fp8_matmul.quantise(torch.ones(128, 128, dtype=dtype))
+    assert seen == [by_kernel]
+
+
+@pytest.mark.parametrize("which", [(True, False), (False, True)])
+def test_one_product_in_fp8_leaves_the_grouped_kernel(which):
+    """In float32 a CPU groups experts, which no FP8 product does."""
+    args = [rand(7, 128, grad=False), rand(3, 512, 128, seed=1, grad=False), rand(3, 128, 256, seed=2, grad=False)]
+    counts = torch.tensor([3, 0, 4])
+    wide, narrow = (experts_of(*(x.to(dtype) for x in args), counts, fp8=which) for dtype in WIDE[:2])
+    plain = experts_of(*args, counts)
+    assert (narrow - wide).norm() < 0.1 * (narrow - plain).norm()

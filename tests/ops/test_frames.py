@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.ops import frames, interpolated
+from meshwright.ops import frame_tables, frames, interpolated
 from tests.ops.references import compare, rand
 
 SIZES = [(2, 2), (2, 6), (4, 4), (6, 2), (70, 4)]  # with a side of one block, of the table, and beyond it
@@ -41,3 +41,12 @@ def test_the_table_is_rounded_once():
 def test_a_frame_of_less_than_a_block_is_refused(size):
     with pytest.raises(ValueError, match="both must be even, and at least 2"):
         frames([(2, 2), size], "cpu")
+
+
+def test_angles_of_frames_are_counted_in_float32():
+    tables = [frame_tables(frames([(300, 2)], "cpu"), 8, 1e4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert all(map(torch.equal, *tables))
+    cos, _ = tables[0]
+    assert cos.dtype == torch.float32
+    rows, cols = (torch.tensor(at, dtype=torch.float32) for at in (257, 1))
+    assert torch.allclose(cos[257 // 2 * 4 + 3], torch.stack([rows, rows / 100, cols, cols / 100]).cos())

@@ -196,3 +196,31 @@ def differentiated(function, inputs, device, dtype):
     y = function(x, weight, *tables)
     y.backward(rand(*y.shape, seed=9).to(device, dtype))
     return [each.detach().cpu() for each in (y, x.grad, weight.grad)]
+
+
+def test_a_kernel_serves_only_what_it_was_tried_with(compiles):
+    op, x = fused(third), rand(5, 3).to(BF16)
+    op(x, 3.0)
+    with torch.inference_mode():
+        op(x, 3.0)
+    assert compiles.calls == 2, "torch specialises on it"
+    op(rand(3, 5).to(BF16).T, 3.0)
+    assert compiles.calls == 3, "other strides"
+    op(rand(5, 3).half(), 3.0)
+    assert compiles.calls == 4, "another dtype"
+
+
+def scaled(x, weight):
+    return x * (weight[:, None] if len(weight) != x.shape[1] else weight)
+
+
+@pytest.mark.parametrize(
+    ("width", "num_weights", "of_trial"), [(9, 9, 9), (3, 9, 4), (3, 3, 3)], ids=["square", "by row", "by column"]
+)
+def test_a_trial_cuts_the_arguments_with_a_row_each(compiles, monkeypatch, width, num_weights, of_trial):
+    """A weight for each column may be as long as there are rows."""
+    sizes = []
+    monkeypatch.setattr(module, "_TRIAL_ROWS", 4)
+    compiles.kernel = lambda formula: lambda *args: sizes.append([len(each) for each in args]) or formula(*args)
+    fused(scaled)(rand(9, width).to(BF16), rand(num_weights).to(BF16))
+    assert sizes == [[9, num_weights], [4, of_trial], [9, num_weights]]

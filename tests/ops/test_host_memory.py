@@ -54,3 +54,30 @@ def test_a_host_copy_to_the_host_is_the_tensor_itself():
     x = torch.ones(3)
     assert to_device(x, "cpu") is x
     assert to_device(x, "meta").device.type == "meta"
+
+
+class OnHost:
+    """A tensor as far as `to_device` looks at it: which calls it gets."""
+
+    def __init__(self, pinned, device="cpu", calls=()):
+        self.pinned, self.device, self.calls = pinned, torch.device(device), list(calls)
+
+    def is_pinned(self):
+        return self.pinned
+
+    def __getattr__(self, name):
+        return lambda *args, **options: OnHost(self.pinned, self.device, [*self.calls, (name, *args, options)])
+
+
+@pytest.mark.parametrize(
+    ("x", "calls"),
+    [
+        (OnHost(False), [("contiguous", {}), ("pin_memory", {}), ("to", "cuda", {"non_blocking": True})]),
+        (OnHost(True), [("clone", {}), ("pin_memory", {}), ("to", "cuda", {"non_blocking": True})]),
+        (OnHost(False, "cuda"), [("to", "cuda", {})]),
+    ],
+    ids=["pageable", "pinned", "not on the host"],
+)
+def test_a_copy_to_a_device_is_queued_from_pinned_memory_of_its_own(x, calls):
+    """The owner of a pinned tensor may write to it at once."""
+    assert to_device(x, "cuda").calls == calls

@@ -34,6 +34,11 @@ def wrong_gradient(x, docs):
     return mean_so_far(x, docs).detach() + 0.9 * (x - x.detach())
 
 
+def gradient_in_another_order(x, docs):
+    turned = mean_so_far(x, docs).flip(0)
+    return mean_so_far(x, docs).detach() + turned - turned.detach()
+
+
 def not_a_number(x, docs):
     return mean_so_far(x, docs) / 0 * 0
 
@@ -74,6 +79,7 @@ def test_a_kernel_is_tried_while_a_layer_is_recomputed(kept, monkeypatch):
         (same, True, ""),
         (leaks, False, "kernel leaks is off by"),
         (wrong_gradient, False, "kernel wrong_gradient is off by"),
+        (gradient_in_another_order, False, "kernel gradient_in_another_order is off by"),
         (not_a_number, False, "kernel not_a_number is off by nan"),
         (not_installed, False, "kernel not_installed is not installed (No module named 'a_package_that_nobody_has')"),
         (refuses, False, "kernel refuses refuses torch.float32 (head size 3 is not supported)"),
@@ -131,7 +137,8 @@ def test_attention_on_an_accelerator(head):
 
 
 ONE_BY_ONE = [
-    ((4096, 4096), 8, True), ((8192,), 2, True), ((2048,) * 4, 16, False), ((8192, *[256] * 9), 8, False),
+    ((4096, 4096), 8, True), ((8192,), 2, True), ((8192, 256), 4, True), ((2048,) * 4, 16, False),
+    ((8192, *[256] * 9), 8, False),
     ((8192, 8100), 8, False), ((), 8, False),
 ]  # fmt: skip
 
@@ -194,3 +201,36 @@ def differentiate_there(function, inputs):
     d = torch.randn(y.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     y.backward(d.to(y.device, y.dtype))
     return [y.detach(), *(x.grad for x in inputs)]
+
+
+def product(a, b, docs):
+    return a * b
+
+
+def gradient_by_the_wrong_factor(a, b, docs):
+    """The gradient of a is multiplied by a itself, and not by b."""
+    x = a * a.detach() + b * a.detach()
+    return x - x.detach() + product(a, b, docs).detach()
+
+
+def test_the_inputs_of_a_trial_differ():
+    inputs = [torch.zeros(4, 3)] * 2
+    assert agrees(product, product, inputs)
+    assert not agrees(gradient_by_the_wrong_factor, product, inputs)
+
+
+def test_a_kernel_is_tried_for_each_kind_of_inputs(monkeypatch):
+    """What one kind, or one kernel, is refused for says nothing about another."""
+    tried = []
+
+    def compared(kernel, plain, inputs, *_):
+        tried.append([(x.dtype, x.shape[1]) for x in inputs])
+        return len(tried) > 1
+
+    monkeypatch.setattr(kernels, "SLOW", ())
+    monkeypatch.setattr(kernels, "_agreed", {})
+    monkeypatch.setattr(kernels, "agrees", compared)
+    x, wide, half = torch.zeros(4, 3).bfloat16(), torch.zeros(4, 5).bfloat16(), torch.zeros(4, 3).half()
+    chosen = [fastest(same, mean_so_far, [x, other]) for other in (x, x[:2], wide, half, x)]
+    assert chosen == [mean_so_far, mean_so_far, same, same, mean_so_far]
+    assert tried == [[(x.dtype, 3), (y.dtype, y.shape[1])] for y in (x, wide, half)]

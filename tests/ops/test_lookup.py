@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.ops import lookup, reordered
 from tests.ops.references import compare, differentiate, rand
@@ -65,3 +66,21 @@ def test_gradients_of_a_row_are_summed_in_float32():
     x = rand(1, 8, dtype=torch.bfloat16)
     (result,) = torch.autograd.grad(reordered(x, order, order), x, torch.full((512, 8), 1.01, dtype=torch.bfloat16))
     assert torch.equal(result, torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
+
+
+class Recorded(TorchDispatchMode):
+    """Record the numbers that each operation gets."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.numbers = {**vars(self).get("numbers", {}), func: [each for each in args if not torch.is_tensor(each)]}
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_gives_every_row_the_sum_of_its_tokens():
+    """No row is padding, and no gradient is divided by how often its row occurs."""
+    table = torch.empty(7, 3, device="meta", requires_grad=True)
+    x = lookup(table, ROWS.to("meta"))
+    with Recorded() as recorded:
+        (grad,) = torch.autograd.grad(x.sum(), table)
+    assert grad.shape == (7, 3)
+    assert recorded.numbers[torch.ops.aten.embedding_dense_backward.default] == [7, -1, False]

@@ -326,3 +326,25 @@ def test_a_narrow_product_is_written_to_a_wide_gradient_or_added(add, monkeypatc
     assert (options["out_dtype"], options["beta"]) == (torch.float32, int(add))
     loss._add_product(dw.to("meta"), d.to("meta"), x.to("meta"), add)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("candidates", [None, Candidates(IDS, 2.0, rest=True)])
+def test_a_second_backward_has_the_gradients_of_the_first(entropy, candidates):
+    """Backward overwrites the logits that forward leaves in memory."""
+    inputs = rand(11, 4), rand(7, 4, seed=1)
+    if candidates is None:
+        total = token_stats(*inputs, LABELS, 4, entropy)[:, :2].square().sum()
+    else:
+        total = candidate_stats(*inputs, LABELS, candidates, entropy)[:, :2].square().sum()
+    first, second = (torch.autograd.grad(total, inputs, retain_graph=True) for _ in range(2))
+    assert_same(second, first, 1e-12)
+
+
+def test_gradients_of_the_input_are_summed_over_the_vocabulary_in_float32(monkeypatch):
+    """512 slices add 1 / 512 each: a bf16 sum would stop at one half."""
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(loss, "_CAST_ROWS_ON_CPU", 1)
+    x = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    token_stats(x, torch.ones(512, 1), torch.zeros(2, dtype=torch.int64))[:, 0].sum().backward()
+    assert x.grad.tolist() == [[1.0], [1.0]]

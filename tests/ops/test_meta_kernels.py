@@ -93,3 +93,25 @@ def test_only_rows_that_are_not_contiguous_are_copied():
     assert kept[0] is x
     assert [each.stride() for each in kept] == [(6, 1), (12, 1), (4, 1)]
     assert meta_kernels._rows([apart])[0] is apart
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_attention_accumulates_the_gradient_of_queries_in_float32_on_a_gpu(kind, monkeypatch):
+    made, real = [], meta_kernels._float32_like
+    monkeypatch.setattr(meta_kernels, "_float32_like", lambda x: made.append(x.shape) or real(x))
+    with planned_for(kind):
+        meta_kernels.attention(meta(5, 6, 8), meta(5, 2, 8), meta(5, 2, 8)).sum().backward()
+    assert made == [(5, 6), *([(5, 6, 8)] if kind == "cuda" else [])]
+
+
+@pytest.mark.parametrize(("ratio", "dtype"), [(1, BF16), (2, F32)])
+def test_what_the_delta_rule_needs_in_backward(ratio, dtype, monkeypatch):
+    """Gradients of q for each value head, of the solutions, of the states, and of both gates."""
+    made, real = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: made.append(real(x, **options)) or made[-1])
+    g, beta = meta(70, 2, ratio, dtype=F32), meta(70, 2, ratio)
+    meta_kernels.delta_rule(meta(70, 2, 16), meta(70, 2, 16), meta(70, 2, ratio, 32), g, beta, None).sum().backward()
+    assert kinds(made) == [
+        ((70, 2, ratio, 16), dtype), ((2, 2 * ratio, 64, 32), BF16), ((2, 2 * ratio, 16, 32), BF16),
+        ((70, 2, ratio), F32), ((70, 2, ratio), BF16),
+    ]  # fmt: skip

@@ -40,6 +40,9 @@ def test_tables_share_no_prime_and_no_factor():
     first, second = (replace(REAL, first_prime=50, number=number) for number in (0, 1))
     assert first.rows_of_heads == [53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127]
     assert second.rows_of_heads[0] == 131
+    assert replace(first, first_prime=53).rows_of_heads == first.rows_of_heads, "it may be a prime itself"
+    assert replace(first, row_multiple=1).num_rows == sum(first.rows_of_heads)
+    assert replace(first, row_multiple=sum(first.rows_of_heads)).num_rows == sum(first.rows_of_heads)
     assert not {*first.multipliers} & {*second.multipliers}
 
 

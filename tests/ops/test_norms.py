@@ -92,3 +92,36 @@ def test_gradients_of_a_layer_norm_are_summed_over_rows_in_float32():
 
     for result, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
         assert (result - exact).norm() <= 4e-3 * exact.norm()
+
+
+WIDE = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", [plain, zero_centred, gated])
+def test_gradients_in_bfloat16_are_those_of_float32_rounded_once(op):
+    """Also where a weight in float32 is rounded first; the gated norm alone takes it as it is."""
+    x, gate, weight = rand(5, 16), rand(5, 16, seed=1), rand(16, seed=2, dtype=torch.float32)
+    streams = [each.bfloat16() for each in ([x, gate] if op is gated else [x])]
+
+    def gradients(dtype):
+        inputs = [each.detach().to(dtype).requires_grad_() for each in streams]
+        own = weight if op is gated or dtype == torch.bfloat16 else weight.bfloat16().float()
+        own = own.detach().clone().requires_grad_()
+        op(*inputs, own).backward(rand(5, 16, seed=3, grad=False).bfloat16().to(dtype))
+        return [*(each.grad.bfloat16() for each in inputs), own.grad]
+
+    assert all(map(torch.equal, *map(gradients, WIDE)))
+
+
+def test_a_layer_norm_rounds_its_weights_to_the_dtype_of_its_input():
+    x, weight, bias = rand(5, 16, dtype=torch.bfloat16), *(rand(16, seed=n, dtype=torch.float32) for n in (1, 2))
+    expected = layer_norm(x, weight.bfloat16(), bias.bfloat16(), 1e-6)
+    assert torch.equal(layer_norm(x, weight, bias, 1e-6), expected)
+
+
+def test_the_gradient_of_a_routing_weight_is_summed_in_float32():
+    """257 terms of 1: bfloat16 rounds their sum to 256. silu(16) is 16 in bfloat16."""
+    gate_up = torch.cat([torch.full((1, 257), 16.0), torch.full((1, 257), 1 / 16)], 1).bfloat16()
+    weight_N = torch.ones(1, requires_grad=True)
+    swiglu(gate_up, weight_N).backward(torch.ones(1, 257, dtype=torch.bfloat16))
+    assert weight_N.grad.tolist() == [257.0]

@@ -84,6 +84,8 @@ def test_grouped_norm_is_one_norm_a_group():
         return torch.cat([p / (p.square().mean(1, keepdim=True) + 1e-6).sqrt() * (1 + w) for p, w in parts], 1)
 
     compare(lambda x, w: grouped_rms_norm(x, w, 4, 1e-6), slow, [x, weight])
+    low, rounded = x.bfloat16(), weight.bfloat16()
+    assert torch.equal(grouped_rms_norm(low, weight, 4, 1e-6), grouped_rms_norm(low, rounded, 4, 1e-6))
 
 
 def test_a_gated_norm_may_have_a_sigmoid():

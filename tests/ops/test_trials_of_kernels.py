@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from meshwright.ops import chosen_blocks, loss, rows
+from meshwright.ops.kernels import trials
 from meshwright.optim import AdamW, adamw
 
 experts = import_module("meshwright.ops.experts")  # the package has the function under this name
@@ -138,3 +139,55 @@ def test_widths_share_the_trial_of_a_product_where_its_kernel_is_the_same(size, 
     (_, (_, out, _), _) = tried[0]
     assert (out % 128, out > 128) == (size % 128, size > 128)
     assert out == size if size <= 256 else 128 < out <= 256
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "distance"),
+    [
+        ([1.0, NAN], [1.0, NAN], 0.0), ([3.0, 4.5], [3.0, 4.0], 0.1), ([1.0, INF], [1.0, -INF], INF),
+        ([1.0, NAN], [1.0, INF], INF), ([1.0, 2.0], [1.0, NAN], INF), ([1.0, NAN], [1.0, 2.0], INF),
+        ([1.0], [1.0, 1.0], INF), ([2.0, INF], [1.0, INF], 1.0),
+    ],
+)  # fmt: skip
+def test_how_far_a_result_is_off(result, expected, distance):
+    assert trials.distance(torch.tensor(result), torch.tensor(expected)) == pytest.approx(distance)
+
+
+def test_equal_bits_are_more_than_equal_numbers():
+    zero = torch.zeros(2)
+    assert trials.distance(zero, zero.clone()) == 0.0
+    assert 0.0 < trials.distance(zero, -zero) < 1e-300
+    assert trials.distance(zero, zero.double()) == INF
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CPU that passes for an accelerator without trials so far."""
+    monkeypatch.setattr(trials, "SLOW", ())
+    monkeypatch.setattr(trials, "_passed", {})
+    return torch.device("cpu")
+
+
+def test_a_trial_speaks_for_one_kernel_kind_and_device(device, monkeypatch):
+    asked, (x, y) = [], torch.eye(2)
+    monkeypatch.setattr(trials, "in_own_thread", lambda trial, device: asked.append(device) or trial())
+    for kernel, kind, where, due, outcome in (
+        ("a", 1, device, x, True), ("a", 1, device, y, True), ("a", 2, device, y, False), ("b", 1, device, y, False),
+        ("a", 1, torch.device("meta"), y, False), ("a", 2, device, x, False),
+    ):  # fmt: skip
+        assert trials.agrees(kernel, kind, where, lambda due=due: ([x], [due]), 0.1) == outcome
+    assert len(asked) == 4
+
+
+def test_a_kernel_that_returns_fewer_results_does_not_agree(device):
+    x = torch.ones(2)
+    assert not trials.agrees("a", 1, device, lambda: ([x], [x, x]), 0.1)
+
+
+def test_compiled_layers_keep_the_formula(device, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not trials.agrees("a", 1, device, None, 0.1)
+    assert not trials._passed
