@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,16 @@ from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine import model as engine_model
 from meshwright.errors import LoadError, MismatchedKey, RankError
+from meshwright.ops.codings import NF4
 from meshwright.sharding import Block, Box
-from meshwright.weights import Reader, open_index, open_source, quant_formats, whole_tensors
+from meshwright.weights import Reader, bitsandbytes, open_index, open_source, quant_formats, whole_tensors
 from meshwright.weights import reader as load
+from meshwright.weights.bitsandbytes import State
 from meshwright.weights.quant_formats import scales_of
 from meshwright.weights.safetensors_header import Entry
 from tests import parts, quantised, tiny, trials, worlds
 from tests.quantised import FORMS, SIZES, in_groups, quantization_config, tensors, written
+from tests.test_four_bits import STATE
 from tests.test_fp8_files import bits, from_the_first_row, rewritten, same_bits, sealed
 from tests.trials import named, world_of
 from tests.words import words
@@ -388,6 +393,54 @@ def test_an_index_alone_tells_how_files_spell_it(directory: Callable[[str, str],
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": keys}))
     result = Blueprint.of(json.loads((at / "config.json").read_text()), open_index(tmp_path))
     assert result.keymap.choice == {"experts": "per-expert"}
+
+
+@pytest.mark.parametrize(
+    ("nested", "dtype", "message"),
+    [(False, "F32", ""), (True, "U8", ""), (False, "U8", "is U8, and the files hold no scales of it"),
+     (True, "F32", "is F32, and the files hold scales of it")],
+)  # fmt: skip
+def test_scales_of_nf4_are_codes_where_they_have_scales(nested: bool, dtype: str, message: str) -> None:
+    entry = lambda key, dtype, shape: Entry(key, "a", dtype, shape, 0, 1)  # noqa: E731 - short
+    entries = {"w": entry("w", quant_formats.PACKED, (3, 64)), "w.absmax": entry("w.absmax", dtype, (3,))}
+    config = dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    with pytest.raises(MismatchedKey, match=message) if message else contextlib.nullcontext():
+        scales_of(config, entries, {"w": State((3, 64), nested)})
+
+
+STATE_OF_NF4 = dict(quant_type="nf4", blocksize=64, shape=[3, 128])
+NESTED = dict(nested_blocksize=256, nested_offset=0.25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "nested", "shape", "expected"),
+    [
+        ({}, "", (192, 1), State((3, 128))), (NESTED, "am", (192, 1), State((3, 128), True, 0.25)),
+        (dict(nested_blocksize=256), "am", (192, 1), State((3, 128), True)),
+        (dict(shape=[4, 96]), "", (192, 1), r"is \(4, 96\) in NF4; only matrices whose columns are a multiple of 64"),
+        (dict(shape=[384]), "", (192, 1), "in NF4"), (dict(shape=[1, 3, 128]), "", (192, 1), "in NF4"),
+        ({}, "", (96, 2), "in NF4"), ({}, "", (191, 1), "in NF4"),
+        (dict(blocksize=128), "", (192, 1), "other than"), (dict(quant_type="fp4"), "", (192, 1), "other than"),
+        (dict(nested_blocksize=128), "am", (192, 1), "other than"), (dict(shape="x"), "", (192, 1), "fetch it again"),
+        (NESTED, "a", (192, 1), "w.nested_quant_map is missing"), (NESTED, "m", (192, 1), "w.nested_absmax is missing"),
+    ],
+)  # fmt: skip
+def test_states_of_nf4(fields: dict[str, Any], nested: str, shape: tuple[int, ...], expected: Any) -> None:
+    """Blocks of other sizes, or blocks that cross rows, would be read as other values."""
+    ends = dict(zip("am", bitsandbytes.NESTED, strict=True))
+    keys = ["w", "w.absmax", "w.quant_map", f"w{STATE}", *(f"w{ends[each]}" for each in nested)]
+    entries = {key: Entry(key, "f", "U8", shape, 0, 1) for key in keys}
+    content = {f"w{STATE}": json.dumps(STATE_OF_NF4 | fields).encode()}
+
+    def read(entry: Entry) -> bytes:
+        return content.get(entry.key, struct.pack("<16f", *NF4.table))
+
+    if isinstance(expected, State):
+        assert bitsandbytes.states_of(entries, read) == {"w": expected}
+        content["w.quant_map"] = struct.pack("<16f", *NF4.table[:15], 0.5)
+        expected = "values of its codes, other than"
+    with pytest.raises(LoadError, match=expected):
+        bitsandbytes.states_of(entries, read)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,20 @@ def test_printed_checks_of_a_checkpoint(
         assert re.fullmatch(pattern, line), line
 
 
+@pytest.mark.parametrize(
+    ("wrong", "apart", "more"),
+    [(None, None, {}), ([], None, {"wrong": []}), (None, [], {"differences": []}),
+     (["x"], [], {"wrong": ["x"], "differences": []}),
+     ([], [inspect.Difference("weights", "k", "values", 0.5, 3)],
+      {"wrong": [], "differences": [dict(plane="weights", key="k", why="values", largest=0.5, num=3)]})],
+)  # fmt: skip
+def test_checks_that_were_made_are_in_the_json(
+    wrong: Any, apart: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "summary", lambda _: {"step": 3})
+    assert inspect.as_json(SimpleNamespace(), wrong, apart) == {"step": 3, **more}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_only_the_first_differences_are_printed(more: int, capsys: pytest.CaptureFixture[str]) -> None:
     inspect._print_checks(inspect.Console(width=200), [], [difference()] * (inspect._MOST + more))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from meshwright import weights
 from meshwright.checkpoint import Keep, folder, inspect, newest_whole, open_newest, opened_at
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.checkpoint.restore import Checkpoint, broken
 from meshwright.engine.convert import convert
 from meshwright.engine.resume_checks import check_same_config, settings_of
@@ -195,6 +195,63 @@ def test_a_save_keeps_no_file_open_and_removes_no_later_step(tmp_path: Path) -> 
     assert not one.exists()
     assert (newest_whole(tmp_path), newest_whole(tmp_path, exclude=later)) == (later, four)
     assert f"({four} has all its files: use that)" in broken(later)
+
+
+def test_a_new_best_removes_the_later_steps_alone(tmp_path: Path) -> None:
+    """But not the one that the model was loaded from, nor what has no manifest."""
+    first, best, used, undone = (make(tmp_path, step) for step in (2, 5, 7, 9))
+    (other := tmp_path / "step-000011").mkdir()
+    folder.remove_later(tmp_path / "step-000001", in_use=used)  # there is no such step
+    assert sorted(tmp_path.iterdir()) == [first, best, used, undone, other]
+    folder.remove_later(best, in_use=used)
+    assert sorted(tmp_path.iterdir()) == [first, best, used, other]
+
+
+def test_a_step_that_is_being_removed_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may die meanwhile, and leave half of the files."""
+    last, _ = make(tmp_path, 1), make(tmp_path, 2)
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda *_, **__: None)
+    folder.remove_later(last, in_use=tmp_path / "none")
+    [hidden] = (path for path in tmp_path.iterdir() if path != last)
+    assert re.fullmatch(r"\.step-000002\.removed-[0-9a-f]{8}", hidden.name)
+    assert [each.path for each in folder.checkpoints(tmp_path)] == [last]
+
+
+def test_a_draft_of_a_live_job_stays(tmp_path: Path) -> None:
+    """Several jobs may share a folder. A checkpoint holds no lock, nor does a process that died."""
+    live = folder.Draft(tmp_path, 3)
+    os.utime(live.path, (0, 0))
+    assert [path.name for path in make(tmp_path, 4).iterdir()] == [weights.MANIFEST]
+    assert live.path.is_dir()
+    os.close(cast(int, live._lock))
+    make(tmp_path, 5)
+    assert not live.path.exists()
+
+
+def test_a_torn_leftover_gets_no_name(tmp_path: Path) -> None:
+    """It has a manifest, and lacks a file that this lists."""
+    torn = make(tmp_path, 3)
+    write_manifest(torn, Manifest(3, {"weights": ""}, {"a": 4}, {}, {}))
+    (torn / "a").write_bytes(b"1234")
+    whole = shutil.copytree(torn, tmp_path / ".step-000004.unfinished-01234567")
+    write_manifest(whole, Manifest(4, {"weights": ""}, {"a": 4}, {}, {}))
+    (torn / "a").unlink()
+    torn.rename(tmp_path / ".step-000003.replaced-01234567")
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    make(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
+
+
+def test_a_run_of_damaged_checkpoints_is_not_new(tmp_path: Path) -> None:
+    (tmp_path / folder.RUN).touch()
+    (tmp_path / folder.CHECKPOINTS).mkdir()
+    with pytest.raises(mw.CheckpointError, match="is a run without a complete checkpoint so far"):
+        folder.find(tmp_path)
+    damaged = [make(tmp_path / folder.CHECKPOINTS, step) for step in (1, 2)]
+    assert folder.find(tmp_path, damaged[1:]) == damaged[0]
+    with pytest.raises(mw.CheckpointError, match=r"no complete checkpoint \(step-000001, step-000002: damaged\)"):
+        folder.find(tmp_path, damaged)
 
 
 def test_a_draft_without_a_lock_is_left_for_an_hour(tmp_path: Path) -> None:

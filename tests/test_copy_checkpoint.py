@@ -120,8 +120,9 @@ def goes_on(at: Path, out: Path) -> list[float]:
 
 
 def test_the_newest_of_a_store_is_that_of_most_steps() -> None:
-    """By text step 1,000,000 would come before step 999,999."""
+    """By text step 1,000,000 would come before step 999,999. Folders below are not looked into."""
     fs = MemoryFileSystem()
+    fs.pipe_file("/steps/best/step-2000000/meshwright.json", b"{}")
     for step in ("999999", "1000000", "000007"):
         fs.pipe_file(f"/steps/step-{step}/meshwright.json", b"{}")
     names = [each.path for each in copy._candidates(copy.Place(fs, "/steps", "memory://steps"))]

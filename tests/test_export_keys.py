@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.axes import Axes
 from meshwright.errors import ConfigError, ExportError, LoadError, MissingKey
 from meshwright.ops.codings import FOUR_BITS, divisor_for_amax
-from meshwright.sharding import Block, Box, Layout, Param, Table
+from meshwright.sharding import Block, Box, Layout, Param, Rules, Table
 from meshwright.weights import directory, keymap, reader, small_files
 from meshwright.weights.checksums import Extents
 from meshwright.weights.directory import Export, exported_config
@@ -157,7 +158,8 @@ def test_an_index_is_written_for_several_files_or_where_the_source_has_one(
     files: str, index: Any, expected: bool, tmp_path: Path
 ) -> None:
     keys = [key(f"k{at}", file=file) for at, file in enumerate(files)]
-    export = Export(key_map(*keys, source=source_of(index=index)), {"n": 2}, SmallFiles(tmp_path), tmp_path / "out")
+    small = SmallFiles(tmp_path, {"config.json": b'{"n": 1}'})  # of the source, which has another value
+    export = Export(key_map(*keys, source=source_of(index=index)), {"n": 2}, small, tmp_path / "out")
     directory.write_small(export, tmp_path)
     assert ((tmp_path / INDEX).exists(), INDEX in export.target().names) == (expected, expected)
     assert json.loads((tmp_path / "config.json").read_text()) == {"n": 2}
@@ -236,6 +238,31 @@ def test_bytes_of_a_key_are_written_in_parts(tmp_path: Path) -> None:
     assert [*extents.of_file] == ["sub/f"]
     assert extents.num_bytes == size
     assert extents.find_gap("sub/f", size) == ""
+    files.close()
+    with pytest.raises(OSError, match=r"No space left.*sub/f'"), files._with_file_name("f"):
+        raise OSError(28, "No space left on device")
+
+
+def test_each_rank_puts_its_files_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, synced = key_map(key("a", "U8", "f", (3,)), key("b", "U8", "g", (2,))), list[str]()
+    make_files(tmp_path, keys)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    mesh = SimpleNamespace(rank=0, axes=SimpleNamespace(world=1))
+    model: Any = SimpleNamespace(spec=SimpleNamespace(table=()), mesh=mesh)
+    with Files(tmp_path, keys) as files:
+        for name in "ab":
+            files.put(name, b"x", 0)
+        for act in directory._write_actions(model, files, lambda _: None):
+            act()
+    assert sorted(synced) == [str(tmp_path / "f"), str(tmp_path / "g")]
+
+
+def test_ranks_count_what_they_write() -> None:
+    """Five rows of one matrix on two replicas; no rank stores the other."""
+    spec = SimpleNamespace(table=[param("a", (5, 3)), param("b", (5, 3))], rules=Rules())
+    ranks: list[Any] = [SimpleNamespace(axes=Axes(replicate=2), rank=rank) for rank in range(2)]
+    models: list[Any] = [SimpleNamespace(spec=spec, mesh=mesh, stored={"a": None}) for mesh in ranks]
+    assert [*map(directory._num_written, models)] == [9, 6]
 
 
 A, B, C = torch.arange(150, dtype=torch.int16), torch.arange(7, dtype=torch.int16), torch.arange(6).view(2, 3)
@@ -350,6 +377,11 @@ def test_layouts_of_equal_keys_are_told_apart_by_all_their_shapes() -> None:
         reader.choose(table, source_in(**shapes, d=(2, 3), e=(2, 3)))
     with pytest.raises(MissingKey, match="nearest is 'rows', which lacks 1 of 2 keys, first u"):
         reader.choose(table, source_in(h=(2, 3), d=(2, 3)))
+
+
+def test_the_layout_is_named_that_lacks_the_smallest_share_of_its_keys() -> None:
+    layouts = {"fused": ["a"], "each": ["b", "c", "d"]}
+    assert "nearest is 'each', which lacks 2 of 3 keys, first c;" in reader._nearest("x", layouts, source_in(b=(2, 3)))
 
 
 def test_each_matrix_is_divided_by_its_own_largest_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

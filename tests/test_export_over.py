@@ -106,7 +106,7 @@ def target_of(at: Path, name: str = "out", overwrite: bool = True) -> Target:
 def test_only_an_export_is_replaced(tmp_path: Path, case: str) -> None:
     change, pattern = KEPT[case]
     target = target_of(tmp_path)
-    check_target(target)
+    check_target(replace(target, source=tmp_path / "gone"))
     change(tmp_path / "out")
     before = bytes_of(tmp_path)
     with pytest.raises(FileExistsError, match=pattern), atomic_directory(target):
@@ -228,6 +228,36 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: 
             patch.setattr(owner, name, fake)
             with pytest.raises(OSError, match=message) if message else contextlib.nullcontext():
                 check_target(target)
+
+
+def test_a_failed_fsync_counts_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems cannot fsync a directory."""
+
+    def fails(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    output_dir.to_disk(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Input/output error"):
+        output_dir.to_disk(tmp_path / "file")
+
+
+def test_all_is_on_disk_before_its_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the name before the earlier export is removed, whose mode stays (that of a group, too)."""
+    target, seen = target_of(tmp_path), list[tuple[str, bool]]()
+    (tmp_path / "out").chmod(0o2750)
+    (tmp_path / "out" / "config.json").write_text("earlier")
+    is_new = lambda: (tmp_path / "out" / "config.json").read_text() == "new"  # noqa: E731 - short
+    monkeypatch.setattr(output_dir, "to_disk", lambda path: seen.append((path.name, is_new())))
+    with atomic_directory(target) as draft:
+        (draft / "more").mkdir()
+        (draft / "more" / "a.txt").touch()
+        (draft / "config.json").write_text("new")
+    assert sorted(seen[:-1]) == [(name, False) for name in sorted((draft.name, "a.txt", "config.json", "more"))]
+    assert seen[-1] == (tmp_path.name, True)
+    assert (tmp_path / "out").stat().st_mode & 0o7777 == 0o2750
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "out"}
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:

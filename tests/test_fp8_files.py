@@ -441,7 +441,7 @@ def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path)
     worlds.run(1, heads, rewritten(directory("qwen3", "bfloat16"), tmp_path / "m", change))
 
 
-@pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1e-3, 0.3, 20.0])
+@pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1.455e-4, 1e-3, 0.3, 20.0])
 def test_small_values_keep_their_size(most: float) -> None:
     """float16 has few digits left for the smallest scales."""
     grid = quant_formats.scales_to_float(
@@ -479,7 +479,7 @@ def test_an_untouched_block_stays_at_the_ends_of_the_range(
 
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "U8"])
 def test_powers_of_two_are_rounded_up(dtype: str) -> None:
-    """Rounded down, the largest values of a block would saturate."""
-    scales = torch.tensor([1.0, 1.01, 1.5, 2.0, 3.9, 0.0007])
+    """Rounded down, the largest values of a block would saturate. The codes have no larger and no smaller powers."""
+    scales = torch.tensor([1.0, 1.01, 1.5, 2.0, 3.9, 0.0007, 3e38, 1e-45])
     stored = quant_formats.scales_to_float(quant_formats.scales_to_stored(scales, dtype))
-    assert stored.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0, 2.0**-10]
+    assert stored.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0, 2.0**-10, 2.0**127, 2.0**-127]

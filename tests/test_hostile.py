@@ -83,6 +83,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "no UTF-8": (written(b'{"\xff\xfe":1}'), r"malformed .*utf-8"),
     "UTF-16": (written('{"a":1}'.encode("utf-16")), r"malformed"),
     "half a surrogate": (written(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), r"malformed"),
+    "half a surrogate in metadata": (written(b'{"__metadata__":{"a":"\\ud800"}}'), r"malformed header: .*surrogates"),
     "NaN": (written(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), r"\bNaN\b.*\bJSON\b"),
     "Infinity": (written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,Infinity]}}'), r"\bInfinity\b.*\bJSON\b"),
     "no JSON": (written(b"{'a': __import__('os').system('touch x')}"), r"malformed"),

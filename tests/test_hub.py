@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch.distributed as dist
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 
 import meshwright as mw
 from meshwright.verify import Recorder
+from meshwright.weights import hub
 from tests import tiny, worlds
 from tests.words import words
 
@@ -40,6 +43,42 @@ def test_first_process_of_a_node_fetches_first(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().splitlines() == [
         "0 org/tiny True", "1 org/tiny True", "0 org/tiny False", "1 org/tiny False",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, [True, False]), (2, [True, False]), (1, [False, True])])
+def test_each_node_has_a_rank_that_fetches_first(
+    rank: int, order: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 share a machine, and so do 2 and 3. All go through two rounds."""
+    fetched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hub, "download", lambda *args: fetched.append(args) or tmp_path)
+    turns: list[bool] = []
+
+    def together(act: Any, *_: Any) -> Any:
+        before, result = len(fetched), act()
+        turns.append(len(fetched) > before)
+        return result
+
+    mesh: Any = SimpleNamespace(rank=rank, node=range(rank // 2 * 2, rank // 2 * 2 + 2), together=together)
+    assert hub.local_directory("org/it", mesh, weights=False) == tmp_path
+    assert (turns, fetched) == (order, [("org/it", False)])
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_a_model_needs_is_fetched(weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of sentence-transformers are a part of the model, and those of other formats are not."""
+    small = ["1_Pooling/config.json", "chat_template.jinja", "config.json", "merges.txt", "tokenizer.model"]
+    others = ["onnx/config.json", "original/params.json", "1_A/b/c.json", "pytorch_model.bin", "x/m.safetensors"]
+    taken: list[str] = []
+
+    def snapshot_download(_: str, *, etag_timeout: float, **patterns: Any) -> str:
+        names = [*small, *others, "2_Dense/model.safetensors", "model.safetensors"]
+        taken.extend([*filter_repo_objects(names, **patterns), str(etag_timeout)])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert hub.download("org/it", weights) == tmp_path
+    assert taken == [*small, *(["2_Dense/model.safetensors", "model.safetensors", "10.0"] if weights else ["4.0"])]
 
 
 def failing(bad_rank: str) -> str:
@@ -110,3 +149,5 @@ def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None, raising=False)
     monkeypatch.chdir(tmp_path)
     assert worlds.run(1, lambda: mw.load("org/tiny").directory) == [tmp_path / "org" / "tiny"]
+    (tmp_path / "link").symlink_to("org/tiny")
+    assert hub.local_directory("link", None) == tmp_path / "org" / "tiny", "the link may change"

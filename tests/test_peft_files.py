@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -248,7 +249,8 @@ TWO = dict(r=4, lora_alpha=6)
 def test_the_options_of_an_adapter_are_those_of_its_files(
     tmp_path: Path, config: Any, given: Any, expected: Any
 ) -> None:
-    shapes = {f"{PREFIX}{name}.lora_A.weight": (2, 3) for name in MODULES}
+    names = (*MODULES, "model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer")
+    shapes = {f"{PREFIX}{name}.lora_A.weight": (2, 3) for name in names}
     lora = Lora(**given, path=str(adapter(tmp_path, shapes, **config)))
     if isinstance(expected, str):
         with pytest.raises(LoadError, match=f"{expected}.* leave it out"):
@@ -258,6 +260,32 @@ def test_the_options_of_an_adapter_are_those_of_its_files(
     assert {name: vars(stated)[name] for name in expected} == expected
     assert (tuple(sorted(stated.targets)), stated.path) == (TARGETS, str(tmp_path.resolve()))
     assert recipe_of(plain := Lora(rank=3)) is plain
+
+
+@pytest.mark.parametrize(
+    ("stated", "config", "message"),
+    [(["rank"], dict(r=4, lora_alpha=8), "lora.rank=16, but"), (["rank"], dict(r=16, lora_alpha=8), ""),
+     (["alpha"], dict(r=4, lora_alpha=6), "lora.alpha=32.0, but"),
+     (["targets"], dict(r=4, lora_alpha=8), "lora.targets="),
+     (["path"], dict(r=4, lora_alpha=6), "")],
+)  # fmt: skip
+def test_a_stated_default_may_not_contradict_the_files(
+    tmp_path: Path, stated: list[str], config: Any, message: str
+) -> None:
+    lora = Lora(path=str(adapter(tmp_path, **config)))
+    recipe_of(lora)
+    with pytest.raises(LoadError, match=message) if message else contextlib.nullcontext():
+        recipe_of(lora, stated)
+
+
+def test_ranks_compare_all_bytes_of_an_adapter(tmp_path: Path) -> None:
+    lora, values, seen = Lora(path=str(tmp_path)), torch.zeros(3000), set[str]()
+    for at in (0, 1500, -1):
+        values[at] += 1
+        save_file({"a": values}, tmp_path / WEIGHTS_FILE)
+        seen.add(peft_files.checksum(lora))
+    assert len(seen) == 3
+    assert peft_files.checksum(Lora()) == ""
 
 
 @pytest.mark.parametrize("base", [None, "", 3, "org/base"])

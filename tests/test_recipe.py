@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import pytest
 import meshwright as mw
 from meshwright.cli.options import add_fields, add_recipe, check_axes, flag_of, recipe_of
 from meshwright.errors import ConfigError
-from meshwright.recipe import SCHEDULES, ContextParallel, MemoryOptions, Pipeline, Recipe, RecipeFields, option
+from meshwright.recipe import (
+    SCHEDULES,
+    ContextParallel,
+    MemoryOptions,
+    Pipeline,
+    Recipe,
+    RecipeFields,
+    matching,
+    option,
+)
 from meshwright.sharding import ORDERS
 from meshwright.train.config import Config, TrainSection, section_from
 from meshwright.train.config_docs import options_table
@@ -123,3 +133,32 @@ def test_every_option_is_in_a_file_and_where_it_says_so_a_flag() -> None:
         flags = {flag_of(each.name) for each in fields(kind) if each.metadata["command"]}
         assert flags <= {flag for action in parser._actions for flag in action.option_strings}
     assert {each.name for each in fields(MemoryOptions)} <= TrainSection.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"), [(["b*", "a*"], "b1 a1 b0"), (["*"], "b1 a1 c b0"), (["c", "?1"], "b1 a1 c"), ([], "")]
+)
+def test_names_that_match_stay_in_their_order(patterns: Iterable[str], names: str) -> None:
+    assert matching(patterns, iter(["b1", "a1", "c", "b0"]), "train") == names.split()
+
+
+def test_a_plain_recipe_is_of_the_same_model_and_layout() -> None:
+    kept = Recipe(head="value", tower=True, mtp="all", pipeline=Pipeline(stages=2), context=ContextParallel(1))
+    fast = replace(kept, memory=MemoryOptions("full", offload=True, token_once=4), fp8="block", fp8_skip="head.*")
+    assert fast.plain(train="a") == replace(kept, memory=MemoryOptions(compiled=False), train="a")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "stages"), [("v", 1, 2), ("v", 3, 3), ("zero-bubble", 1, 1), ("1f1b", 1, 1)]
+)
+def test_a_schedule_in_a_v_has_two_stages(schedule: str, given: int, stages: int) -> None:
+    assert Pipeline(schedule, given).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"),
+    [({}, False), (dict(offload=True), True), (dict(compiled=True), True), (dict(compiled=False), False),
+     (dict(gather_once=True, narrow_grads=True), False)],
+)  # fmt: skip
+def test_values_are_gathered_where_hooks_are_lost(options: dict[str, bool], wide: bool) -> None:
+    assert MemoryOptions(**options).gathers_wide is wide

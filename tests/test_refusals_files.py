@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,20 @@ def test_a_manifest_with_impossible_numbers(tmp_path: Path, changes: dict[str, A
             read_manifest(tmp_path / "c")
         return
     assert read_manifest(tmp_path / "c") == made
+
+
+@pytest.mark.parametrize(
+    ("size", "why"), [(5, "has 5 bytes, but 6"), (6, ""), (7, "has 7 bytes, but 6"), (None, "No such")]
+)
+def test_files_that_shrank_or_grew_are_not_whole(tmp_path: Path, size: int | None, why: str) -> None:
+    checkpoint(tmp_path)
+    if size is None:
+        (tmp_path / "a.bin").unlink()
+    else:
+        (tmp_path / "a.bin").write_bytes(b"abcdefg"[:size])
+    said = manifest.why_not_whole(tmp_path)
+    assert why in said
+    assert bool(why) is bool(said)
 
 
 @pytest.mark.parametrize("name", ["FORMAT", "VERSION"])
@@ -226,6 +241,17 @@ def test_copies_that_meet_another_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "step-000003" / "a.bin").read_bytes() == b"abcdef"
 
 
+def test_a_copy_needs_room_and_puts_all_files_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, synced = checkpoint(tmp_path / "step-000003"), list[str]()
+    monkeypatch.setattr(copy, "to_disk", lambda path: synced.append(path.name))
+    free = iter([5, 6])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free), total=99))
+    with pytest.raises(CheckpointError, match=r"6 bytes are to be written, but .* has room for 5"):
+        mw.copy_checkpoint(tmp_path / "step-000003", tmp_path / "out")
+    mw.copy_checkpoint(tmp_path / "step-000003", tmp_path / "out")
+    assert sorted(synced) == sorted(Path(name).name for name in (*made.files, *made.parts))
+
+
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(tmp_path / "step-000003")
     monkeypatch.setattr(copy, "_copy", Mock(side_effect=OSError(28, "No space left on device")))
@@ -240,6 +266,9 @@ def test_a_copy_of_an_incomplete_checkpoint(tmp_path: Path) -> None:
     assert mw.copy_checkpoint("memory://refused/short", tmp_path / "back") == str(tmp_path / "back" / "step-000003")
     fsspec.filesystem("memory").pipe(f"{at}/a.bin", b"abcde")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*a\.bin has 5 bytes, but 6 were written"):
+        mw.copy_checkpoint("memory://refused/short", tmp_path / "other")
+    fsspec.filesystem("memory").pipe(f"{at}/a.bin", b"abcdefg")
+    with pytest.raises(CheckpointError, match=r"a\.bin has 7 bytes, but 6 were written"):
         mw.copy_checkpoint("memory://refused/short", tmp_path / "other")
     fsspec.filesystem("memory").rm(f"{at}/a.bin")
     with pytest.raises(CheckpointError, match=r"a\.bin has no bytes, but 6 were written"):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from meshwright.weights import Reader, read_plan
 from meshwright.weights import source as sources
+from meshwright.weights.file_version import Stamp
 from tests import tiny, worlds
 from tests.words import words
 
@@ -129,6 +130,18 @@ CASES: dict[str, tuple[Callable[..., None], Change, str]] = {
     "cut short": (at_the_end, lambda at: os.truncate(at / FILES[1], 1000), words(r"b\.safetensors", r"\b1000 bytes\b")),
     "removed": (at_the_end, lambda at: (at / FILES[1]).unlink(), words(r"b\.safetensors", "cannot be read")),
 }
+
+
+@pytest.mark.parametrize(
+    ("now", "text"),
+    [
+        (Stamp(2, 11, 7), r"another file now \(inode 2, it was 1\)$"),
+        (Stamp(1, 11, 7), "has 11 bytes now, it had 10$"),
+        (Stamp(1, 10, 5_500_000_008), r"touched, 2\.500 s after .* `touch -d @3\.000000007 FILE`\)$"),
+    ],
+)  # fmt: skip
+def test_versions_of_a_file_differ_in_one_direction(now: Stamp, text: str) -> None:
+    assert re.search(text, Stamp(1, 10, 3_000_000_007).change_to(now))
 
 
 def error_of(act: Callable[[], object]) -> str:

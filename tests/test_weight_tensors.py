@@ -136,6 +136,8 @@ def test_messages_of_changes_have_the_sizes_that_counts_say() -> None:
 )
 def test_indices_are_as_wide_as_the_tensor_needs(num: int, dtype: torch.dtype) -> None:
     assert deltas.index_dtype(num) == dtype
+    sent = deltas.Change("k", num, torch.tensor([num - 1]), torch.zeros(1), torch.ones(1)).on(torch.device("cpu"))
+    assert (sent.places.tolist(), sent.places.dtype, len(sent.indices)) == ([num - 1], dtype, 0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,9 @@ def test_initial_values_are_those_of_their_block(kind: str) -> None:
 
 def test_every_block_has_its_own_seed() -> None:
     names = [(seed, name, block) for seed in (0, 1) for name in ("a", "b") for block in (0, 1)]
-    assert len({random_init._generator(*name).initial_seed() for name in names}) == 8
+    seeds = {random_init._generator(*name).initial_seed() for name in names}
+    assert len(seeds) == 8
+    assert max(seeds) > 1 << 60
     for kind in ("zeros", "ones"):
         stored, made = torch.full((2, 3), 5.0), param("w", {"row": 2}, {"col": 3}, init=Init(kind))
         random_init.fill_fresh(made, Piece(made, Box.whole((2, 3)), 0, 2), stored, 0)
@@ -407,10 +411,13 @@ def test_each_group_of_rows_has_the_addition_of_its_factor(cut: bool) -> None:
     expected = torch.tensor(whole)[first : first + 3, columns]
     assert delta.of(piece).tolist() == expected.tolist()
     stored = torch.full(expected.shape, 2.0, dtype=torch.bfloat16)
-    merged = MergedValues({"w": stored, "v": stored}, deltas={"w": delta}, pieces={"w": piece})
+    both = {"w": delta, "x": delta}
+    merged = MergedValues({"w": stored, "v": stored, "x": 0 * stored}, deltas=both, pieces=dict.fromkeys(both, piece))
     assert (merged["w"].dtype, merged["w"].tolist()) == (torch.float32, (expected + 2).tolist())
     assert [cast(Any, view).tolist() for _, view in merged.views(piece)] == [(expected + 2).tolist()]
     assert merged["v"] is stored
+    assert merged["x"].tolist() == expected.tolist()
+    assert [*merged._last] == ["x"], "one copy at a time"
     assert stored.unique().tolist() == [2.0]
 
 
@@ -445,8 +452,10 @@ def compare(values: Values, file_values: Tensor, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(frozen_scales, "Reader", FakeReader)
     piece = SimpleNamespace(numel=192, shape=(3, 64), param=SimpleNamespace(name="w"))
-    source = SimpleNamespace(directory="DIR", stamps={}, check_unchanged=lambda _: None)
+    again: list[Any] = []
+    source = SimpleNamespace(directory="DIR", stamps={"file": 1}, check_unchanged=again.extend)
     check_same(values, 0, cast(Any, [SimpleNamespace(piece=piece, layout=None)]), cast(Any, source))
+    assert again == ["file"], "it may have changed meanwhile"
 
 
 @pytest.mark.parametrize("coding", [codings.FP8, codings.NF4], ids=["fp8", "nf4"])
@@ -462,6 +471,17 @@ def test_frozen_codes_equal_their_values(coding: Any, monkeypatch: pytest.Monkey
             compare(values, refused, monkeypatch)
     if coding is not codings.FP8:
         compare(values, made, monkeypatch)
+
+
+def test_each_matrix_of_a_stack_is_quantised_with_its_own_divisor() -> None:
+    made, divisors, coding = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), [1.0, 300.0], codings.NVFP4
+    columns = torch.zeros(64, dtype=torch.int64)
+    alone = [
+        frozen_scales._quantised_as(Grid(torch.tensor([[divisors[at]]]), torch.tensor([0]), columns, coding), row[None])
+        for row, at in zip(made, (0, 1, 1), strict=True)
+    ]
+    both = Grid(torch.tensor(divisors).view(2, 1), torch.tensor([0, 1, 1]), columns, coding)
+    assert frozen_scales._quantised_as(both, made).tolist() == torch.cat(alone).tolist()
 
 
 def test_values_that_quantise_to_others_are_accepted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
