@@ -39,6 +39,13 @@ def test_which_heads_a_rank_needs(deal: HeadSplit, serves: int, result: list[lis
     assert deal.serving(serves) == result
 
 
+@pytest.mark.parametrize("picked", [[7, 8], [9], [8, 9, 9], [9, 7]])
+def test_heads_are_numbered_over_the_whole_model(picked: list[int]) -> None:
+    """A rank of tp has heads 7 to 9."""
+    x = torch.arange(7.0, 10).expand(4, 3)[..., None]
+    assert context._heads(x, picked, 7)[2, :, 0].tolist() == picked
+
+
 def test_without_cp_nothing_changes_hands() -> None:
     swap, x = Swap(Span("heads", 4), [(3, 1), (3, 2)], 3), torch.ones(2, 4, 3)
     assert swap(x, x[:, :2])[0] is x

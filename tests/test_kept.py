@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import StateError
+from meshwright.parallel import recompute
 from meshwright.parallel.replay import recompute_saved_tensors
 from meshwright.parallel.selective_recompute import SavedResults
 
@@ -24,6 +28,7 @@ def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
     kept = SavedResults(ops, (MUL,))
     with kept.record(), recompute_saved_tensors(run, args, kept.replay, kept.mark_saved):
         y = run(*args)
+    assert kept._unused is None, "its history refers to this layer: a cycle"
     held = [*kept._results]
     y.sum().backward()
     assert not any(kept._results), "each is forgotten as it is taken"
@@ -115,3 +120,67 @@ def test_a_second_backward_is_refused():
     y.sum().backward(retain_graph=True)
     with pytest.raises(StateError, match="recorded nothing"):
         y.sum().backward()
+
+
+def test_a_result_that_another_operation_has_read_is_kept():
+    x = rand()
+    held, result = ran(lambda x: (y := x.neg()).cos() + Twice.apply(y).sin(), x, ops=(NEG, MUL))
+    assert [each.out.device.type for each in held] == ["cpu", "cpu"]
+    y = x.detach().requires_grad_()
+    (y.neg().cos() + (2 * y.neg()).sin()).sum().backward()
+    assert torch.equal(result[0], y.grad)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (lambda x: (x @ x).sin(), "mm"),
+        (lambda x: F.linear(x, x, x[0]).sin(), "addmm"),
+        (
+            lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3).sin(),
+            "_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        (lambda x: x.softmax(0).sin(), ""),
+    ],
+)
+def test_products_and_attention_are_kept(run, name):
+    x = rand()
+    held, result = ran(run, x, ops=recompute._COSTLY)
+    assert [each.op for each in held] == ([getattr(_aten, name).default] if name else [])
+    y = x.detach().requires_grad_()
+    run(y).sum().backward()
+    assert torch.equal(result[0], y.grad)
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        (lambda x: x.float().sin().cos().double(), r"saved \(3, 3\) in torch.float64 .* \(3, 3\) in torch.float32"),
+        (lambda x: x[:2].sin().cos(), r"saved \(3, 3\) in torch.float64 .* \(2, 3\) in torch.float64"),
+        (lambda x: x.sin(), "saved 2 tensors for backward in its first run, and 1 when it ran again"),
+    ],
+)
+def test_a_second_run_that_saves_other_tensors_is_refused(again, message):
+    ways, x = iter((lambda x: x.sin().cos(), again)), rand()
+
+    def run(x):
+        return next(ways)(x)
+
+    with recompute_saved_tensors(run, (x,), nullcontext):
+        y = run(x)
+    with pytest.raises(StateError, match=message):
+        y.sum().backward()
+
+
+def test_a_layer_keeps_no_partial_sum_of_a_collective(monkeypatch):
+    made = []
+
+    class Noted(SavedResults):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(recompute, "SavedResults", Noted)
+    monkeypatch.setattr(recompute, "OPS", [MUL])
+    recompute._checkpointed(lambda x: Twice.apply(x.neg()).sin(), [NEG, MUL], rand())
+    assert [each.out.device.type for each in made[0]._results] == ["meta", "cpu"]

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from meshwright.axes import Axes
-from meshwright.errors import LayoutError
-from meshwright.optim import AdamW, Clip, LocalOptimizer, int8_state, local
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.optim import (
+    AdamW,
+    Clip,
+    LocalOptimizer,
+    Muon,
+    Slices,
+    WholeMatrices,
+    adamw,
+    gradient_norm,
+    int8_state,
+    local,
+)
 from meshwright.optim.int8_state import is_quantised, names_of_scales, num_blocks, seed_of, with_scales, zero_codes
-from meshwright.sharding import Param, Table
+from meshwright.sharding import Param, Piece, Rules, Table, pieces
 
-BF16 = torch.bfloat16
+BF16, F32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 
 
 def param(name: str, cols: int = 0, **options: Any) -> Param:
@@ -60,6 +73,10 @@ def test_state_takes_the_bytes_of_its_dtype_or_of_the_parameters() -> None:
     of = param("w", 256)
     for state_dtype, stored, itemsize in ((None, torch.float32, 4), (BF16, torch.float32, 2), (None, BF16, 2)):
         assert AdamW(state_dtype=state_dtype).state_bytes(stored, of, (3, 256)) == 2 * 3 * 256 * itemsize
+    codes = AdamW(state_dtype=torch.uint8)
+    assert codes.state_bytes(torch.float32, param("w", 300), (3, 300)) == 2 * (3 * 300 + 3 * 2 * 4), "2 scales a row"
+    model = Table({"w": param("w", 4, matrices={}), "norm": param("norm")})
+    assert Muon().least_bytes(model, torch.float32) == 4, "a matrix has a single state"
 
 
 def test_scales_are_declared_like_a_matrix_with_a_column_for_each_block() -> None:
@@ -209,11 +226,11 @@ def test_parameters_of_a_call_agree_in_decay_state_and_whether_they_are_whole() 
 
 def test_a_step_divides_again_when_other_parameters_have_gradients() -> None:
     optimizer, pieces = LocalOptimizer(AdamW(), MANY), {name: torch.ones(6, 4) for name in ("w", "more")}
-    for names in (["w"], ["w", "more"], ["more"]):
+    for names in (["w"], ["w", "more"], ["more"], ["w"]):
         before = {name: each.clone() for name, each in pieces.items()}
         optimizer.step(pieces, {name: torch.ones(6, 4) for name in names}, 0.1)
         assert [name for name, each in pieces.items() if not torch.equal(each, before[name])] == names
-    assert optimizer.steps == 3
+    assert optimizer.steps == 4
 
 
 def test_a_rank_without_rows_of_a_matrix_takes_part_in_its_update() -> None:
@@ -274,3 +291,178 @@ def test_a_mesh_that_cuts_a_block_is_refused_with_those_that_do_not(monkeypatch:
     int8_state.check_blocks(SimpleNamespace(), Axes(tp=8, fsdp=4), ["w"], "go")  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=re.escape("tp=4 a rank has 4 of ['w']; choose tp from 1, 3, 8, or go")):
         int8_state.check_blocks(SimpleNamespace(), Axes(tp=4, fsdp=8), ["w"], "go")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(eps=0.0), dict(eps=-1e-8), dict(weight_decay=-0.1), dict(betas=(0.9, 1.0)), dict(betas=(-0.1, 0.9)),
+        dict(state_dtype=BF16, betas=(0.99, 0.9)), dict(state_dtype=BF16, betas=(0.9, 0.99)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_adamw_that_train_wrong_are_refused(wrong: dict[str, Any]) -> None:
+    name = [*wrong][-1]
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={wrong[name]}")):
+        AdamW(**wrong)
+    assert AdamW(eps=1e-30, weight_decay=0, betas=(0, 0.98), state_dtype=BF16).betas == (0, 0.98)
+
+
+class Halved(AdamW):
+    """An optimizer of a user that changes the update and keeps the formula."""
+
+    def update(self, slices: Any, *, lr: float, step: int, decays: bool) -> None:
+        super().update(slices, lr=lr / 2, step=step, decays=decays)
+
+
+def test_a_subclass_with_an_update_of_its_own_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "SLOW", ())
+    monkeypatch.setattr(adamw, "agrees", lambda *_: True)
+    x = torch.zeros(8)
+    assert [options.fuses(x, x) for options in (AdamW(), Halved(), Muon())] == [True, False, False]
+
+
+class Numbers(NamedTuple):
+    lr: float
+    step: int
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_norm: float
+
+
+class Part(NamedTuple):
+    weight: Tensor
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+def kernel(part: Part, norm: Tensor, numbers: Numbers) -> None:
+    """Do what a fused kernel does: clip, and write nothing where the norm is not finite."""
+    if not norm.isfinite():
+        return
+    options = AdamW(betas=numbers.betas, eps=numbers.eps, weight_decay=numbers.weight_decay)
+    grad = part.grad.double() * min(1.0, numbers.max_norm / norm.item())
+    weight, mean, square = (each.double() for each in (part.weight, part.mean, part.square))
+    weight, moments = options.plain_update(
+        weight, grad, (mean, square), lr=numbers.lr, step=numbers.step, decays=numbers.weight_decay > 0
+    )
+    for kept, new in zip((part.weight, part.mean, part.square), (weight, *moments), strict=True):
+        kept.copy_(new)
+
+
+Kernel = Callable[[Part, Tensor, Numbers], None]
+
+
+def install(update: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(Update=Numbers, Slice=Part, update=update)
+    monkeypatch.setitem(sys.modules, "meshwright.ops.kernels.adamw", module)
+    monkeypatch.setattr("meshwright.ops.kernels.adamw", module, raising=False)
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_fused_update_gets_its_numbers_and_marks_what_it_wrote(decays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    install(lambda part, norm, numbers: seen.append((part, norm.item(), numbers)), monkeypatch)
+    options = AdamW(betas=(0.7, 0.8), eps=1e-5, weight_decay=0.3)
+    weights, grads, means, squares = ([torch.full((2, 3), 10.0 * n + at) for at in range(2)] for n in range(4))
+    grads[1] = torch.ones(3, 2).T
+    slices = Slices(["w", "v"], weights, grads, (means, squares))
+    options.fused_update(slices, clip(4.0, 2.0, v=1.0), lr=0.1, step=7, decays=decays)
+    numbers = Numbers(0.1, 7, (0.7, 0.8), 1e-5, 0.3 * decays, 2.0)
+    assert [each[1:] for each in seen] == [(4.0, numbers), (1.0, numbers)]
+    for at, (part, _, _) in enumerate(seen):
+        assert (part.weight is weights[at], part.mean is means[at], part.square is squares[at]) == (True,) * 3
+        assert part.grad.is_contiguous()
+        assert torch.equal(part.grad, grads[at])
+    assert {each._version for each in (*weights, *means, *squares)} == {1}
+    assert {each._version for each in grads} == {0}, "gradients are only read"
+
+
+WRONG: dict[str, Kernel] = {
+    "": kernel,
+    "unclipped": lambda part, norm, numbers: kernel(part, norm, numbers._replace(max_norm=1e9)),
+    "written despite NaN": lambda part, norm, numbers: kernel(part, norm.nan_to_num(1.0, 1e9), numbers),
+    "written despite an infinite norm": lambda part, norm, numbers: kernel(part, norm.clamp(max=1e3), numbers),
+    "without decay": lambda part, norm, numbers: kernel(part, norm, numbers._replace(weight_decay=0.0)),
+    "decays always": lambda part, norm, numbers: kernel(part, norm, numbers._replace(weight_decay=0.1)),
+    "a step ahead": lambda part, norm, numbers: kernel(part, norm, numbers._replace(step=numbers.step + 1)),
+    "not the last elements": lambda part, norm, numbers: kernel(Part(*(x[:1024] for x in part)), norm, numbers),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("grads", "state"), [(F32, F32), (BF16, BF16)])
+def test_the_trial_of_a_kernel_compares_it_with_the_formula(
+    wrong: str, grads: torch.dtype, state: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(WRONG[wrong], monkeypatch)
+    got, expected = adamw._compare(CPU, grads, state)
+    assert [(x.dtype, x.shape) for x in got] == [(x.dtype, x.shape) for x in expected]
+    assert {len(x) for x in got} == {4096, 1031}
+    far = max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in zip(got, expected, strict=True))
+    assert (far <= adamw._OFF[state]) == (not wrong), far
+
+
+def test_squares_are_those_of_owned_elements_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64: the root of 3 in bfloat16 has a square of 3.008."""
+    monkeypatch.setattr(gradient_norm, "_SMALL", 3)
+    monkeypatch.setattr(gradient_norm, "_PART", 4)
+    grads = {
+        "narrow": torch.ones(3, dtype=BF16), "wide": torch.full((5,), 0.1, dtype=torch.float64),
+        "small": torch.tensor([2.0]), "large": torch.arange(9.0).view(3, 3).T, "of another": torch.full((2,), 1e3),
+    }  # fmt: skip
+    total = gradient_norm.squares(grads, {*grads} - {"of another"}, CPU)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(3 + 5 * 0.01 + 4 + 204, rel=1e-15)
+    assert gradient_norm.squares(grads, (), CPU).item() == 0
+
+
+HEADS = Param({"heads": 4, "head": 1}, {"embed": 6}, (), name="w", matrices={}, decay=False)
+
+
+def test_muon_bills_what_it_sends_and_counts_its_operations() -> None:
+    """A shard has two of four heads. Newton-Schulz has 5 steps of products with r * r * (2 * c + r) elements."""
+    axes = Axes(fsdp=2)
+    (there, back), none = (Muon(by_head=each).charges([HEADS], Rules(), axes, 1, 4) for each in (False, True))
+    assert [(each.num_bytes, each.count) for each in (there, back)] == [(0, 1), (12 * 2, 1)]
+    assert none == []
+    operations = [Muon(by_head=each).operations([HEADS, param("norm")], Rules(), axes, 0) for each in (False, True)]
+    assert operations == [2 * 5 * 4 * 4 * (2 * 6 + 4), 2 * 5 * 2 * (2 * 6 + 1)]
+    assert AdamW().operations([HEADS], Rules(), axes, 0) == 0
+
+
+def test_a_checkpoint_says_which_optimizer_and_which_momentum_it_has() -> None:
+    options = Muon(momentum=0.9, exclude=("a", "b"), betas=(0.8, 0.9))
+    assert options.settings() == {
+        "kind": "muon", "state": "None", "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
+        "nesterov": True, "scale": "match_rms_adamw", "by_head": False, "exclude": ["a", "b"],
+        "matrix_dtype": "torch.bfloat16", "momentum_is": "momentum * M + (1 - momentum) * gradient",
+    }  # fmt: skip
+
+
+def whole_matrices(options: Muon, *params: Param) -> tuple[WholeMatrices, dict[str, Piece]]:
+    """Return the updates of matrices on one process."""
+    spec: Any = SimpleNamespace(table=Table({each.name: each for each in params}), rules=Rules())
+    spec.params, axes = lambda *_: [*params], Axes()
+    mesh: Any = SimpleNamespace(axes=axes, rank=0, device=CPU, size_of=lambda _: 1)
+    held = pieces(spec, axes, 0)
+    return WholeMatrices(options, spec, mesh, held), held
+
+
+def test_a_plan_of_matrices_is_for_the_parameters_of_the_step() -> None:
+    matrices, _ = whole_matrices(Muon(), *(param(name, 4, matrices={}) for name in "abc"))
+    plans = [matrices.plan(names) for names in ("ab", "ac", "ac")]
+    assert [[each.name for each in plan.matrices] for plan in plans] == [["a", "b"], ["a", "c"], ["a", "c"]]
+    assert plans[1] is plans[2]
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_matrix_decays_as_it_is_declared(decays: bool) -> None:
+    options = Muon(matrix_dtype=None, weight_decay=0.5, scale="original", nesterov=False)
+    matrices, _ = whole_matrices(options, param("w", 4, matrices={}, decay=decays))
+    weight, momentum = torch.arange(24.0).view(6, 4), torch.eye(6, 4)
+    expected = weight * (1 - 0.1 * 0.5 * decays) - 0.1 * (6 / 4) ** 0.5 * options.matrix_direction(momentum)
+    matrices.update({"w": weight}, {"w": torch.zeros(6, 4)}, {"w": [momentum]}, 0.1)
+    torch.testing.assert_close(weight, expected)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import ops
-from meshwright.axes import DATA_RANK, TOKENS
+from meshwright.axes import DATA_RANK, TOKENS, Axes
 from meshwright.parallel import context, lookup
-from meshwright.sharding import Halo, Lookup, chunk, look_up
+from meshwright.sharding import Halo, Lookup, Param, Rules, chunk, look_up
 from tests import parts, tiny, trials, worlds
+from tests.sharding.test_bill import model_of
 
 WIDTH = 5
 ASKED: dict[str, tuple[int, Callable[[int, int], list[int]]]] = {
@@ -76,6 +79,20 @@ def _is_the_sum(own_RW: Tensor, whole: Tensor, asked: list[list[int]], lo: int, 
 def test_rows_of_other_ranks(mesh: dict[str, int]) -> None:
     cases = {(name, trained): partial(looked_up, mesh, name, trained) for name in ASKED for trained in (True, False)}
     worlds.in_turn(trials.world_of(mesh), cases)
+
+
+@pytest.mark.parametrize(("rank", "first", "part"), [(0, 0, 0), (3, 9, 3), (5, 3, 1), (7, 9, 3)])
+def test_doors_know_their_rows_and_parts_in_each_replica(rank: int, first: int, part: int) -> None:
+    """A table of 11 rows is 3, 3, 3 and 2 rows of the 4 ranks of a replica."""
+    axes = Axes(replicate=2, cp=2, tp=2)
+    mesh: Any = SimpleNamespace(axes=axes, coords=axes.coords(rank), name_of=str, rank=rank)
+    model = model_of(look=Lookup(2, WIDTH, "grams"), halo=Halo(CHANNELS, 3))
+    table = Param({"gram": 11}, {"code": WIDTH}, (), name="layers.0.grams", by_rows=True)
+    spec: Any = SimpleNamespace(table={"layers.0.grams": table}, rules=Rules())
+    lookup.arm(spec, model, mesh)
+    door, halo = model.layers["0"].look, model.layers["0"].halo
+    assert door.armed.keywords["owners"] == lookup._Owners(4, 3, first)
+    assert (halo.parts, halo.part, halo.armed.keywords["size"]) == (4, part, 4)
 
 
 CHANNELS, TAPS = 3, 4

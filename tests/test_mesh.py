@@ -214,9 +214,10 @@ def test_ranks_that_make_no_mesh_are_refused(
     monkeypatch.setattr(position, "watch", SimpleNamespace(ranks=[1, 2]))
     assert part.global_ranks(Axes(cp=2), [1, 2], 3) == (1, 2)
     assert part.global_ranks(Axes(), [1], 3) == (1,)
-    for ranks in (None, [0, 1, 2]):
-        with pytest.raises(MeshError, match=r"belongs to a mesh of global ranks 1-2 and cannot join one of .* 0-2"):
-            part.global_ranks(Axes(cp=3), ranks, 3)
+    for ranks, num in ((None, 3), ([0, 1, 2], 3), ([0, 1], 2)):
+        other = rf"belongs to a mesh of global ranks 1-2 and cannot join one of .* 0-{num - 1}"
+        with pytest.raises(MeshError, match=other):
+            part.global_ranks(Axes(cp=num), ranks, 3)
     assert [part.is_part(ranks) for ranks in ((0, 1), (0, 1, 2))] == [True, False]
     assert part._said([4]) == "global rank 4"
     assert part._said([2, 3, 4, 7]) == "global ranks 2-4, 7"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,22 @@ import torch
 from torch import Tensor, nn
 
 import meshwright.parallel as parallel
-from meshwright.axes import Axes
+from meshwright.axes import DATA_RANK, DENSE, STAGE, TOKENS, Axes
 from meshwright.errors import StateError
 from meshwright.models import Layer, TowerBlock
-from meshwright.parallel import fp8_gather, fsdp, gradient_sums, recompute, run_step
+from meshwright.parallel import (
+    expert_dedup,
+    expert_exchange,
+    fp8_gather,
+    fsdp,
+    gradient_sums,
+    recompute,
+    run_step,
+    vision_encoder,
+)
 from meshwright.parallel.stage_transfers import StageTransfers, _tag
-from meshwright.sharding import Dispatch, Door, Halo, Join, Swap
-from meshwright.sharding.schedules import BACK, RECEIVE, SEND, THERE, Transfer
+from meshwright.sharding import Dispatch, Door, Halo, Hop, Join, Swap
+from meshwright.sharding.schedules import BACK, RECEIVE, SEND, THERE, Action, Transfer
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -40,6 +50,7 @@ class Unit(nn.Module):
         for flag in ("requires_all_reduce", "requires_gradient_sync", "is_last_backward", "reshard_after_backward"):
             setattr(self, f"set_{flag}", self.note(flag))
         self.reshard = self.note("reshard")
+        self.set_modules_to_backward_prefetch = self.note("prefetch")
 
     def note(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append((name, *args))
@@ -98,6 +109,44 @@ def test_a_reset_reshards_every_unit_and_drops_partial_sums() -> None:
     assert group._partial_reduce_output is None
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_backward_prefetches_only_what_it_reaches_in_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient comes to layer 0 only through the tower, where there are images."""
+    names = ("tower.blocks.0", "tower.merger", "layers.0", "layers.1", "layers.2", "head.mtp.layer", "")
+    model, text = {name: Unit() for name in names}, {"layers.1", "layers.2", ""}
+    monkeypatch.setattr(fsdp, "passed", lambda *_, with_images: text | {*names} if with_images else text)
+    units = [SimpleNamespace(name=name, expert=False) for name in names]
+    stage = SimpleNamespace(module=SimpleNamespace(get_submodule=model.__getitem__), units=units)
+    fsdp.prefetch_in_order(stage, None, None, ())  # type: ignore[arg-type]
+    asked = {name: [key for key in names if model[key] is unit.calls[0][1][0]] for name, unit in model.items()}
+    following = {"tower.merger": "tower.blocks.0", "layers.2": "layers.1", "": "layers.2"}
+    assert asked == {name: [following.get(name, name)] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("has_grad", "in_grad_mode", "waits"), [(True, True, False), (False, True, True), (False, False, False)]
+)
+def test_rows_without_a_gradient_are_awaited_where_a_layer_may_run_again(
+    has_grad: bool, in_grad_mode: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay stops at the last saved tensor, before the wait."""
+    done: list[Any] = []
+
+    def transfer(*args: Any) -> Any:
+        done.append(("begin", *args))
+        return SimpleNamespace(begin=lambda x: x + 1, end=lambda x: done.append("end") or x + 2)
+
+    monkeypatch.setattr(expert_exchange, "AsyncAllToAll", transfer)
+    monkeypatch.setattr(expert_exchange.AllToAll, "apply", lambda x, *args: done.append(("whole", *args)) or x + 3)
+    group = expert_exchange.Group("a group", Hop("x", ("ep",), 2, 4, 2))
+    with torch.set_grad_enabled(in_grad_mode):
+        rows = group.begin(torch.zeros(1, requires_grad=has_grad), [1, 2], [3, 0], ", rows")
+    where = ([1, 2], [3, 0], "a group", "x, rows")
+    assert done == [("whole" if waits else "begin", *where)]
+    assert rows().item() == 3
+    assert done[1:] == ([] if waits else ["end"])
+
+
 def test_transfers_in_flight_have_different_tags_that_both_sides_know() -> None:
     tags = {}
     for way in (THERE, BACK):
@@ -137,6 +186,25 @@ def test_a_result_is_taken_once_after_its_receive() -> None:
     assert transfers.take(BACK, 1, 0).tolist() == [1, 0, 1]
     assert (waited, transfers._receives) == ([BACK], {})
     assert [*transfers._results] == [(THERE, 1, 0), (THERE, 2, 0)]
+
+
+def test_a_tensor_is_kept_until_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def isend(x: Tensor, **where: Any) -> Any:
+        sent.append((x.tolist(), x.is_contiguous(), where))
+        is_second = len(sent) == 2
+        return SimpleNamespace(is_completed=lambda: is_second)
+
+    monkeypatch.setattr(torch.distributed, "isend", isend)
+    transfers = StageTransfers(SimpleNamespace(process_group=lambda axes: axes), (3, 4), BF16)  # type: ignore[arg-type]
+    for batch in range(4):
+        transfers.put(THERE, 1, batch, torch.full((2, 3), float(batch)).T)
+        step = Transfer(SEND, THERE, 1, batch, 0, 5)
+        transfers.send(step)
+        where = dict(group=("pp",), group_dst=5, tag=_tag(step))
+        assert sent[-1] == ([[batch] * 2] * 3, True, where)
+    assert [x[0, 0].item() for _, x in transfers._sends] == [0, 2, 3]
 
 
 def doors(*kinds: type) -> nn.Module:
@@ -269,7 +337,11 @@ def test_ranks_that_run_other_code_make_every_group_at_the_start(
     )
     parallel._make_groups(spec, mesh)
     assert (made[0], on_host) == (parallel.REPLICA, [parallel.REPLICA])
-    late = [*parallel._AXES, ("late",), ("half2",), ("hop", "pp")]
+    of_a_step = [
+        DENSE, TOKENS, ("pp",), ("pp", "cp"), ("tp",), ("cp",), DATA_RANK, ("ep",), ("replicate",), ("fsdp", "cp"),
+        ("efsdp",), STAGE,
+    ]  # fmt: skip
+    late = [*of_a_step, ("late",), ("half2",), ("hop", "pp")]
     assert made[1:] == (list(dict.fromkeys(late)) if made_early else [])
 
 
@@ -311,3 +383,108 @@ def test_disarmed_layers_and_blocks_of_a_tower_run_plainly() -> None:
     recompute.disarm(nn.ModuleList([kept, *parts]))  # type: ignore[arg-type]
     assert [part.run for part in parts] == [part.block for part in parts]
     assert not hasattr(kept, "run")
+
+
+class Passes:
+    """A stand-in for the passes of a step through frozen and trained stages."""
+
+    def __init__(self, model: Any, batches: Any, want: Any) -> None:
+        self.transfers = nullcontext()
+
+    def note(self, *_: Any) -> None: ...
+
+    def forward(self, step: Action) -> Any:
+        return None
+
+
+def test_frozen_stages_are_freed_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no backward, where FSDP frees what forward has gathered."""
+    freed: list[Any] = []
+    monkeypatch.setattr(run_step, "_Passes", Passes)
+    monkeypatch.setattr(run_step, "program_of", lambda *_: [[], [Action("F", 1, batch) for batch in range(3)]])
+    monkeypatch.setattr(run_step, "reset_after_forward", freed.append)
+    model: Any = SimpleNamespace(
+        line=None, pipeline=SimpleNamespace(schedule="v"), trained_from=3, mesh=SimpleNamespace(coords={"pp": 1}),
+        low=SimpleNamespace(quantised=nullcontext),
+        stages=[SimpleNamespace(number=number, module=f"stage {number}") for number in (0, 2, 3, 5)],
+    )  # fmt: skip
+    batches: Any = [1.0, 2.0, 4.0]
+    total = run_step.run(model, batches, None, lambda batch, _: (None, torch.tensor([batch])), "a step")  # type: ignore[arg-type]
+    assert (total.tolist(), freed) == ([7.0], [["stage 0", "stage 2"]])
+
+
+def passes_of(**fields: Any) -> run_step._Passes:
+    """Return passes of 3 micro-batches, of which the second is the last with images, without a model."""
+    made = run_step._Passes.__new__(run_step._Passes)
+    model = SimpleNamespace(trained_from=2, line=SimpleNamespace(last=9, num_stages=10), sums_once=False)
+    vars(model).update(fields)
+    batch = SimpleNamespace(fields={}, tokens=None, labels=None, docs=None)
+    vars(made).update(
+        model=model, batches=[batch] * 3, want=SimpleNamespace(of=lambda _: None), _inputs={}, _outputs={}, _jobs={},
+        _defers=False, _vision=[None] * 3, _last_with_images=1, transfers=StageTransfers(None, (1,), BF16),  # type: ignore[arg-type]
+        _count=lambda *_: None,
+    )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize(("stage", "wants"), [(1, False), (2, False), (3, True)])
+def test_a_stage_wants_a_gradient_of_its_input_if_one_before_it_is_trained(stage: int, wants: bool) -> None:
+    passes, weight = passes_of(), torch.ones(1, requires_grad=True)
+    passes.parts = {stage: lambda _t, _l, _d, _w, x, _v: (x * weight,)}  # type: ignore[dict-item]
+    passes.transfers.put(THERE, stage, 1, torch.full((1,), 3.0))
+    assert passes.forward(Action("F", stage, 1)) is None
+    assert ([*passes._inputs] == [(stage, 1)]) == wants
+    sent = passes.transfers.take(THERE, stage + 1, 1)
+    assert (sent.item(), sent.requires_grad) == (3.0, False)
+    assert [*passes._outputs] == [(stage, 1)]
+
+
+@pytest.mark.parametrize("gathers_once", [False, True])
+@pytest.mark.parametrize("sums_once", [False, True])
+def test_replicas_of_a_tower_are_summed_after_the_last_images(
+    sums_once: bool, gathers_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `sum_once` all is reduced after the last micro-batch."""
+    summed, before = list[Any](), list[Any]()
+    monkeypatch.setattr(run_step, "sum_replicas", lambda tower, *, now: summed.append((tower, now)))
+    monkeypatch.setattr(run_step, "before_backward", lambda *_, last, late: before.append((last, late)))
+    passes = passes_of(sums_once=sums_once, gathers_once=gathers_once)
+    passes.parts = {0: SimpleNamespace(tower="tower")}  # type: ignore[dict-item]
+    for batch in range(3):
+        passes.transfers.put(BACK, 0, batch, torch.ones(1))
+        passes.start(Action("B", 0, batch), torch.ones(1, requires_grad=True) * 2)
+        passes.backward(Action("B", 0, batch))
+    assert before == [(False, False), (False, False), (True, False)]
+    assert summed == ([] if sums_once else [("tower", False), ("tower", True), ("tower", False)])
+
+
+def test_expected_rows_of_a_hop_are_those_of_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 places have 2 of 12 experts. A token has 3, so 4 tokens make 24 * (1 - C(10, 3) / C(12, 3)) = 11 rows. A node
+    has 2 places, which get 4 copies of 3 rows."""
+    asked: list[Any] = []
+    to_host = expert_dedup.ops.to_host
+    monkeypatch.setattr(expert_dedup.ops, "to_host", lambda x, totals: asked.append(totals) or to_host(x, totals))
+    group: Any = SimpleNamespace(hop=Hop("x", ("ep%2",), 2, 4, 6), counts=lambda counts_RC: counts_RC)
+    of_N, expert_N = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 3, 1, 2])
+    expert_dedup._outgoing(expert_dedup._Requests(of_N, expert_N, 3, 4, 3), group)
+    assert asked == [[11, 11, 4, 4, 4, 4 - 11, 11 - 3]]
+
+
+@pytest.mark.parametrize(("pixels", "values"), [(torch.tensor([[0, 255]], dtype=torch.uint8), [[-1.0, 1.0]]),
+                                                (torch.tensor([[0.5, 3.0]]), [[0.5, 3.0]])])  # fmt: skip
+def test_a_rank_runs_its_own_frames(pixels: Tensor, values: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks has tokens 6 to 11, and runs the smaller frame. It gets one row of the other."""
+    monkeypatch.setattr(vision_encoder.ops, "frames", lambda sizes, _device: sizes)
+    first, second = (
+        SimpleNamespace(height=height, width=width, tokens=tokens, num_patches=height * width)
+        for height, width, tokens in ((4, 6, range(2, 7)), (2, 6, range(7, 10)))
+    )
+    images = SimpleNamespace(frames=[first, second], of=lambda own: pixels if own == (1,) else None)
+    batch: Any = type("Batch", (), {"images": images, "__len__": lambda _: 12})()
+    mesh: Any = SimpleNamespace(token_range=lambda num: (num // 2, num), device=CPU, host=CPU)
+    seen = vision_encoder.sight_of(batch, SimpleNamespace(insert=SimpleNamespace(cost=float)), mesh)  # type: ignore[arg-type]
+    assert seen is not None
+    assert (seen.patches_PC.tolist(), seen.frames) == (values, [(2, 6)])
+    assert (seen.sent, seen.got, seen.at_N.tolist()) == ([0, 3], [1, 3], [0, 1, 2, 3])
+    batch.images = None
+    assert vision_encoder.sight_of(batch, None, mesh) is None  # type: ignore[arg-type]

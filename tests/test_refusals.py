@@ -230,10 +230,11 @@ def test_arguments_of_calls_are_refused(case: str) -> None:
 def test_a_local_rank_needs_a_device_of_its_own(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     if rank < 2:
-        assert device_of("cuda") == torch.device("cuda", rank)
+        assert [device_of("cuda")] == [torch.device("cuda", rank)] == chosen
         return
     with pytest.raises(MeshError, match="cuda:2 does not exist: this process sees 2 devices"):
         device_of("cuda")

@@ -14,7 +14,7 @@ import pytest
 from meshwright.errors import ConfigError, LayoutError, MeshError
 from meshwright.sharding import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
 from meshwright.sharding.schedules import v_schedule
-from meshwright.sharding.timetable import Gathers, draw, gathers, peak_kept, times
+from meshwright.sharding.timetable import Gathers, Slot, Timetable, draw, gathers, peak_kept, times
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 KINDS = {"1f1b": "FB", "zero-bubble": "FIW", "v": "FIW", "forwards": "F"}
@@ -413,6 +413,7 @@ def test_a_v_turns_on_the_last_rank():
         (ConfigError, lambda: line_of(2, 3, True), "6 stages on pp=2 make 3 a rank; a V has 2, .*choose"),
         (ConfigError, lambda: line_of(2, 1, True), "2 stages on pp=2 make 1 a rank"),
         (MeshError, lambda: line_of(2).stage_of(2), "layer 2 is in no stage: the line has 2 layers"),
+        (MeshError, lambda: line_of(2).stage_of(-1), "layer -1 is in no stage"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2), 6), r"pp=4\b.*\b6\b.*give 8 .*or"),
         (ConfigError, lambda: ORDERS["zero-bubble"](line_of(4, 2), 6), "groups of pp=4"),
         (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2, True), 8), "choose the schedule v"),
@@ -429,6 +430,8 @@ def test_refused_with_numbers_and_a_way_out(error, make, says):
 
 
 def test_a_drawing():
+    row = (Slot(0, 1, Action("F", 0, 9)), Slot(1, 2, Action("F", 0, 12)), Slot(3, 3.1, Action("B", 0, 9)))
+    assert draw(Timetable((row,)), columns=2) == "  0 F9F ..", "a part of a number would be another micro-batch"
     line = line_of(2)
     assert draw(timed(line, ORDERS["1f1b"](line, 2)), columns=2).splitlines() == [
         "  0 F0F1....B0  ..B1  ",

@@ -23,7 +23,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_exchange import Group
-from meshwright.sharding import ROWS, WEIGHTS, expected_rows, hops
+from meshwright.sharding import ROWS, WEIGHTS, divides, expected_rows, hops
 from meshwright.verify import Trial
 from tests import parts, tiny, trials, worlds
 from tests.test_savings import source, tried
@@ -182,8 +182,11 @@ def test_wrong_node_sizes_are_refused(source: Source, capsys: pytest.CaptureFixt
     assert "token_once: nodes of 3 ranks do not divide ep=4; choose from 2, 4" in err
     assert "nodes of 3 ranks" in json.loads(out)["refused"][0]
     assert main([*plan, "2"]) == 0
-    with pytest.raises(ConfigError, match="nodes of 3 ranks do not divide"):
-        hops("d", 16, Axes(fsdp=4, ep=4), 3)
+    for size in (3, 6):
+        with pytest.raises(ConfigError, match=f"nodes of {size} ranks do not divide"):
+            hops("d", 16, Axes(fsdp=4, ep=4), size)
+    sizes = (False, True, 2, 3, 4, 6, 8)
+    assert [divides(size, 4) for size in sizes] == [True, True, True, False, True, False, True]
 
 
 def gradients(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[str, Tensor]:

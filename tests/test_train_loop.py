@@ -234,7 +234,8 @@ SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     ("device", "begun", "before", "after"),
     [
         (True, False, {}, SEGMENTS), (True, False, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
-        (True, False, {"PYTORCH_ALLOC_CONF": ""}, None), (True, True, {}, None), (False, False, {}, None),
+        (True, False, {"PYTORCH_ALLOC_CONF": ""}, None), (True, False, {"PYTORCH_HIP_ALLOC_CONF": ""}, None),
+        (True, True, {}, None), (False, False, {}, None),
     ],
 )  # fmt: skip
 def test_segments_grow_unless_the_user_says_otherwise(

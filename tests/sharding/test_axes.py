@@ -166,3 +166,7 @@ def test_ep_must_divide(axes, ep):
 def test_a_mesh_says_its_sizes():
     assert str(Axes()) == "one process"
     assert str(Axes(fsdp=2, tp=3, ep=6)) == "fsdp=2 tp=3 ep=6"
+
+
+def test_at_most_two_stages_are_ends():
+    assert [Axes(pp=pp, tp=3).sizes(("ends", "tp")) for pp in (1, 2, 3, 5)] == [(1, 3), (2, 3), (2, 3), (2, 3)]

@@ -141,6 +141,14 @@ def test_experts_send_every_copy_of_a_token(back_again):
     ]
 
 
+def test_experts_in_which_a_gradient_begins_have_a_part_of_a_backward():
+    sent = {"the counts, forward": 1, "weights, backward": 1, "rows, forward": 2, "rows, backward": 1}
+    begun = {"layers.0": {f"layers.0.x, {what}": num for what, num in sent.items()}}
+    passes, model = _Passes(Counter({"layers.0": 3}), Counter({"layers.0": 1}), begun), model_of(x=dispatch(False))
+    charges = _experts(model, spec_of(model), Axes(fsdp=5, cp=2, tp=3, ep=2), WORK, passes)
+    assert [c.count for c in charges] == [5 + (2 + 1), 5 + (2 + 0) + (2 + 1), 2 * 5 + (2 + 2) + (2 * 2 + 1)]
+
+
 def test_tokens_that_go_once_send_codes_and_an_expected_number_of_rows():
     """Each of 4 places has 2 of 8 experts: a token misses one with probability C(6, 3) / C(8, 3)."""
     model = model_of(x=dispatch(False))
@@ -364,16 +372,22 @@ def test_gradients_outside_of_fsdp_are_summed_by_axes(change, result):
 
 
 def test_the_bill_leaves_out_axes_of_one_rank_and_what_is_never_sent():
-    model = model_of(enter=Door(ENTER, 6), x=Halo(5, 3))
+    model = model_of(enter=Door(ENTER, 6), x=Halo(5, 3), look=Lookup(2, 9), see=ScatterVision(6, float))
     units = (replace(UNIT, params=("layers.0.w", "layers.0.f")), Unit("", ("layers.0.n",), expert=False, again=False))
     spec = spec_of(model, (W, N, F), units=units)
     charges = bill(spec, Axes(fsdp=2), 1, WORK)
     assert {(c.what, c.op) for c in charges} == {
         *((unit, op) for unit in ("layers.0", "root") for op in ("all_gather", "reduce_scatter")),
         ("the last sums of gradients", "all_reduce"),
+        *((f"layers.0.look{what}", "all_to_all") for what in ("", ", counts", ", row numbers")),
     }
     assert all(isinstance(c, Charge) and c.count for c in charges)
     assert bill(spec, Axes(), 0, WORK) == []
     frozen = replace(WORK, frozen=frozenset(spec.table.params))
-    charges = {(c.what, c.op, c.count) for c in bill(spec, Axes(tp=2), 1, frozen)}
-    assert charges == {("layers.0.enter", "all_gather", 5), ("layers.0.x", "all_gather", 5)}
+    frozen = replace(frozen, images=((frame(2, 6, 16),), None, (), None, None))
+    charges = Counter((c.what, c.op, c.count) for c in bill(spec, Axes(tp=2), 1, frozen))
+    assert charges == {
+        ("layers.0.enter", "all_gather", 5): 1, ("layers.0.x", "all_gather", 5): 1,
+        **{(f"layers.0.look{what}", "all_to_all", 5): 1 for what in (", counts", ", row numbers")},
+        ("layers.0.look", "all_to_all", 10): 1, ("layers.0.see", "all_to_all", 1): 2,
+    }  # fmt: skip

@@ -189,3 +189,22 @@ def test_a_block_that_has_no_view_in_our_shape():
     """Columns 0-1 of four rows are no vector without a copy; loading would fail in the middle."""
     left, right = (block((a,), (a + 8,), "k", (4, 4), Box((0, a // 4), (4, a // 4 + 2))) for a in (0, 8))
     refused("^net.w", w=vector(one(left, right), size=16))
+
+
+def test_equal_blocks_leave_a_gap_in_a_larger_parameter():
+    same = one(block((0,), (4,), "k", (4,)))
+    refused(r"^net\.v \(one\): .*\b4 of 6\b", w=vector(rows((0, 4)), size=4), v=vector(same))
+
+
+def test_equal_boxes_are_no_view_of_a_wider_source():
+    """Two columns are a vector only if the source has no others."""
+    narrow, wide = (block((0,), (8,), key, (4, cols), Box((0, 0), (4, 2))) for key, cols in (("a", 2), ("b", 4)))
+    refused(r"^net\.v: \[0:4, 0:2\] of b \(4, 4\) is not a view", w=vector(one(narrow), size=8),
+            v=vector(one(wide), size=8))  # fmt: skip
+
+
+def test_a_key_of_two_groups():
+    halves = [one(block((0,), (3,), "k", (6,), Box((a,), (a + 3,)))) for a in (0, 3)]
+    w, same, other = (vector(halves[at], size=3, group=group) for at, group in ((0, "a"), (1, "a"), (1, "b")))
+    refused(r"^k is made of parameters of several groups \['a', 'b'\]", w=w, v=other)
+    assert len(collect(Model(w=w, v=same)).params) == 2

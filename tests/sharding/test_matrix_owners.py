@@ -111,6 +111,13 @@ def test_whole_matrices_stay_where_they_are():
     assert not any(lone._travels(at) for at in lone.resident)
 
 
+def test_a_copy_of_a_whole_matrix_gets_its_update():
+    plans = [MatrixPlan([param("a", {"r": 4}, {"c": 5})], Rules(), Axes(tp=3), rank) for rank in range(3)]
+    assert [plan.resident for plan in plans] == [[], [], []]
+    (owner, other, _) = ([plan.buckets[0].to_owners, plan.buckets[0].to_holders] for plan in plans)
+    assert [[len(each.sends), len(each.receives)] for each in (*owner, *other)] == [[0, 0], [2, 0], [0, 0], [0, 1]]
+
+
 def test_layers_of_one_kind_share_boxes_unless_their_matrices_differ():
     plan = MatrixPlan(
         [param("a", {"r": 4}, {"c": 5}, {"r": (1, 3)}), param("b", {"r": 4}, {"c": 5}, {"r": (2, 2)}),

@@ -145,6 +145,12 @@ def test_a_number_of_neighbours_must_divide_cp_and_heads(context, message):
     check_context(spec_of(ContextParallel(attention=4, delta=2), **mixers()), axes)
 
 
+def test_a_number_of_neighbours_must_divide_the_heads_of_every_layer():
+    few = dict(few=Swap(Span("heads", 6), [(1, 1)], 1))
+    with pytest.raises(LayoutError, match=r"the 4 heads of layers\.0\.a and the 2 heads of layers\.0\.few .* 1, 2$"):
+        check_context(spec_of(ContextParallel(attention=4), **mixers(), **few), Axes(cp=4, tp=3))
+
+
 def test_options_of_a_mixer_that_the_model_lacks_are_refused():
     with pytest.raises(LayoutError, match=r"delta=2 .*has no such mixer"):
         check_context(spec_of(ContextParallel(delta=2), a=mixers()["a"]), Axes(cp=2))
@@ -180,3 +186,19 @@ def test_doors_are_found_by_class_and_named_by_their_modules():
     assert [name for name, _ in find_doors(model, Swap)] == ["top", "layers.0.a", "layers.0.d"]
     ((name, door),) = find_doors(model, Lookup)
     assert door.parameter(name) == "layers.0.grams"
+
+
+@pytest.mark.parametrize(
+    ("cut", "dims", "message"),
+    [
+        ({"heads": "tp", "ffn": "tp"}, {"heads": 2, "ffn": 4}, "heads by tp and ffn by tp"),
+        ({"embed": "fsdp"}, {"embed": 4}, "embed by fsdp"), ({"embed": "cp"}, {"embed": 4}, "embed by cp"),
+        ({"embed": "replicate"}, {"embed": 4}, "embed by replicate"),
+        ({"expert": "ep", "heads": "tp"}, {"expert": 4, "heads": 2}, "expert by ep and heads by tp"),
+    ],
+)  # fmt: skip
+def test_an_axis_cuts_one_dim_and_does_nothing_else_to_a_parameter(cut, dims, message):
+    axes = Axes(replicate=2, fsdp=2, cp=2, tp=2, ep=2)
+    with pytest.raises(LayoutError, match=rf"^w: the rules cut {message}; an axis cuts one dim"):
+        place(Param(dims, {}, (), name="w"), Rules(axis=cut), axes)
+    assert place(Param(dims, {}, (), name="w"), Rules(axis=cut), Axes()).split == {}

@@ -56,7 +56,7 @@ TIED = param("embed.weight", 100, first=True, both_ends=True)
 def test_a_token_costs_the_elements_that_it_is_multiplied_with(rest, last):
     """Layer 1 has 8 experts of 3 x 5; a token uses 2 of them."""
     model = nn.Module()
-    model.dispatch = Dispatch(8, 5, 2, lambda *_: None)
+    model.dispatch, model.wider = Dispatch(8, 5, 2, lambda *_: None), Dispatch(16, 5, 4, lambda *_: None)
     experts = Param({"expert": 8, "f": 3}, {"embed": 5}, (), name="layers.1.e", layer=1)
     table = table_of(param("layers.0.w", 7), experts, param("head.norm", 4), *rest)
     assert costs_of(table, model) == ([7, 2 * 3 * 5], last)
@@ -213,3 +213,13 @@ def test_what_has_no_fp8_matmul_in_a_run_with_some():
     table = table_of(param("a", low=True), param("b", low=True), param("c"))
     assert ShardingSpec(table, Rules(), fp8=frozenset({"b"})).fp8_left_out == ["a"]
     assert ShardingSpec(table, Rules()).fp8_left_out == []
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ends"), [(Pipeline("v"), (1, 4, 7, 8)), (Pipeline(stages=2), (3, 4, 7, 8)), (Pipeline(), (7, 8))]
+)
+def test_a_dear_head_makes_the_other_stages_of_its_rank_small(pipeline, ends):
+    """8 layers cost 15 each, and the head 82."""
+    layers = [param(f"layers.{n}.w", 15) for n in range(8)]
+    line = line_of(table_of(*layers, param("head.weight", 82)), nn.Module(), 2, pipeline)
+    assert line.ends == ends

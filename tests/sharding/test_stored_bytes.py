@@ -265,3 +265,8 @@ def test_equal_dims_with_other_blocks_in_the_files_are_another_kind():
     cuts = [((0, 0, 0), (2, 256, 128)), ((0, 256, 0), (2, 320, 128))]
     given = (matrix("v", rows, cols), matrix("w", rows, cols, cuts))
     assert _misfits(replace(spec_of(given, ()), fp8=frozenset("vw")), 1) == {"w": "64 rows"}
+
+
+def test_columns_that_tp_cuts_are_another_kind():
+    given = (matrix("v", {"a": 128}, {"b": 384}), matrix("w", {"a": 128}, {"ffn": 384}))
+    assert _misfits(replace(spec_of(given, ()), fp8=frozenset("vw")), 2) == {"w": "192 columns"}
