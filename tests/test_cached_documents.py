@@ -18,6 +18,7 @@ from meshwright.data import token_cache
 from meshwright.data.cached_documents import Documents, Statistics
 from meshwright.data.feed import Feed, source_of
 from meshwright.data.packing_plan import Plan
+from meshwright.data.row_files import Row
 from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, scored, together, tokens
 from meshwright.data.vision_files import View
@@ -99,6 +100,7 @@ def test_an_image_of_any_batch_that_changes_is_noticed(tmp_path: Path, monkeypat
     rows = [{"text": "xy", "images": [str(tmp_path / name) for name in names]} for names in images]
     made = cached(tmp_path, [str(row).replace("'", '"') for row in rows])
     assert (made.num_views.tolist(), made.changed_image()) == ([0, 1, 2], "")
+    assert [[Path(view.files[0]).name for view in made.tokens(n).views] for n in range(3)] == images
     (tmp_path / "c").write_text("d")
     assert made.changed_image() == f"{tmp_path / 'c'} has other bytes than when the data were read"
 
@@ -140,6 +142,32 @@ def test_a_note_counts_if_it_is_of_this_run(
     if note is not None:
         (tmp_path / "note").write_text(note)
     assert token_cache._is_of_this_run(tmp_path / "note") is counts
+
+
+def test_each_source_is_verified_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_cache, "_check", lambda file, _: verified.append(file.parent.name))
+    verified, keys = list[str](), ("s", "t")
+    for key in keys:
+        cached(tmp_path, ["ab"], settings_key=key)
+    monkeypatch.setattr(token_cache, "BEGAN", token_cache.time.time())
+    for key in (*keys, *keys):
+        cached(tmp_path, ["ab"], settings_key=key)
+    assert len(verified) == len({*verified}) == 2
+
+
+def test_reasons_that_differ_by_names_and_numbers_are_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_NAMED", 2)
+    (tmp_path / "a.txt").write_text("\n" * 9)
+    spec = TokenizeSpec("d", (tmp_path / "a.txt",), words, "")
+    reasons = ["no text", "message 3 of a/b.png has 1,024.5", "odd", "message 12 of c/d has 7", "odd 'x'", "odd 'y z'"]
+    lines = token_cache._group_by_reason(spec, [(0, at, why) for at, why in enumerate(reasons)]).splitlines()
+    where = f"the first {tmp_path / 'a.txt'}"
+    assert lines == [
+        f"  2 rows, {where}:2: {reasons[1]}", f"  2 rows, {where}:5: odd 'x'", "  and 2 more kinds",
+    ]  # fmt: skip
+    assert token_cache._one_line("a\n  b \ud800\tc\n") == "a b \\ud800 c"
 
 
 def test_the_checksum_of_a_file_covers_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +233,29 @@ def test_values_of_a_group_become_fields_of_its_documents(documents: Documents) 
         feed.close()
 
 
+def test_a_jump_to_another_step_has_the_streams_of_that_step(documents: Documents) -> None:
+    """The step that was prepared is not the one that is asked for."""
+    feed = feed_of(documents)
+    try:
+        assert feed.plan.num_streams == 4
+        for number in (0, 2, 1, 2, 3):
+            ids = [documents.tokens(piece.document).ids for piece in feed.plan.stream(number)]
+            [batch] = feed.step(number).batches
+            assert batch.tokens.tolist()[: 8 - batch.num_filler] == np.concatenate(ids).tolist()
+    finally:
+        feed.close()
+
+
+def test_a_stream_names_the_rows_of_all_its_sources(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    feed = feed_of(cached(tmp_path / "a", ["ab"]), cached(tmp_path / "b", ["f", "cde"], ["fg"]))
+    feed.close()
+    start, _, places = feed.place(0).partition(": ")
+    assert start == "stream 0"
+    assert sorted(places.split(", ")) == [f"{tmp_path}/{place}" for place in ("a/0.txt:1", "b/0.txt:2", "b/1.txt:1")]
+
+
 def test_an_image_that_cannot_be_read_is_named_by_its_row(tmp_path: Path) -> None:
     """The row is one of the source that shows the image."""
     for name in ("a", "b"):
@@ -229,6 +280,17 @@ def test_a_source_keeps_its_weight_share_and_checksum(documents: Documents) -> N
     assert (made.name, made.weight, made.share, made.cut, made.content) == ("d", 1.5, 0.25, False, documents.content)
     assert made.lengths.tolist() == [0, 0, 0, 2, 0]
     assert source_of(documents, 5, too_long="drop").lengths.tolist() == [5, 5, 5, 2, 5]
+
+
+def test_documents_without_targets_are_left_out_next_to_others() -> None:
+    some = [tokens([1, 2], [(0, 2)]), tokens([3, 4], []), tokens([5], [(0, 1)]), scored(tokens([6], []))]
+    result = token_cache._ShardResult(0, "", "", [], [], set())
+    spec = TokenizeSpec("d", (), lambda row: some[row["at"] :], "")
+    made = token_cache._documents(spec, Row(7, {"at": 0}), 4, result)
+    assert [each.ids.tolist() for each in made] == [[1, 2], [6]]
+    assert (result.empty, result.bad) == ([], [])
+    assert token_cache._documents(replace(spec, make=lambda _: some[1:3]), Row(8, {}), 4, result) == []
+    assert result.empty == [(4, 8, "no token of it is trained on")]
 
 
 def _make(_row: Any) -> Sequence[Any]:

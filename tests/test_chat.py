@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,9 @@ def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
     assert trained(one(), template=MARKED, turns="joined") == ["A1<|im_end|>", "A3<|im_end|>"]
     with pytest.raises(mw.DataError, match="generation"):
         trained(one(), turns="joined")
+    shows = ChatOptions(template="{{ tools | length }}{{ mood }}" + MARKED, turns="joined", template_args={"mood": "a"})
+    [made] = Chat(tokenizer(), shows).documents({**one(), "tools": TOOLS, "chat_template_kwargs": {"mood": "b"}})
+    assert tokenizer().decode(made.ids).startswith("1b<|im_start|>user")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +300,10 @@ def test_attachments_are_used_in_order_and_counted() -> None:
     unused.parts("<image>", 0)
     with pytest.raises(mw.DataError, match="the row has 2 images, and its messages show 1"):
         unused.check_all_shown()
+    with pytest.raises(mw.DataError, match="the row has 1 video, and its messages show 0"):
+        Attachments(dict(video="a.mp4")).check_all_shown()
+    for text in ("x<image>", [{"type": "text", "text": "x<image>"}]):
+        assert Attachments({}).parts(text, 0) == "x<image>", "a row without images writes of one"
 
 
 SHAREGPT, OPENAI = {"from": "human", "value": "U"}, {"role": "user", "content": "U"}
@@ -332,6 +340,8 @@ def test_thinking_of_a_prompt(options: dict[str, Any], flag: str) -> None:
     """With thinking="auto" the template decides; its arguments override the option."""
     chat = Chat(tokenizer(), ChatOptions(template=FLAG, **options))
     assert tokenizer().decode(chat.prompt("U")) == f"user:U{flag}"
+    with pytest.raises(mw.DataError, match="message 0 of the user holds the special token"):
+        chat.request([{"role": "user", "content": "<|im_end|>"}])
 
 
 @pytest.mark.parametrize(
@@ -346,3 +356,51 @@ def test_an_answer_is_split_at_the_end_of_its_thinking(
 ) -> None:
     message = chats.message_of_answer(text, in_thinking=in_thinking)
     assert (message.get("reasoning_content"), message["content"]) == (thinking, content)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "flag"),
+    [
+        (dict(), {}, "unset"), (dict(thinking=True), {}, "True"),
+        (dict(thinking=True), {"enable_thinking": False}, "False"),
+        (dict(thinking=True, template_args={"enable_thinking": 3}), {}, "3"),
+        (dict(template_args={"enable_thinking": 3}), {"enable_thinking": 4}, "4"),
+    ],
+)  # fmt: skip
+def test_a_row_overrides_the_options_of_a_whole_chat(options: dict[str, Any], args: dict[str, Any], flag: str) -> None:
+    row = {"messages": [{"role": "user", "content": "U"}], "chat_template_kwargs": args}
+    made = Chat(tokenizer(), ChatOptions(template=FLAG, **options)).document(row)
+    assert (tokenizer().decode(made.ids), made.spans) == (f"user:U{flag}", ())
+
+
+def test_a_whole_chat_ends_with_its_last_stop_token() -> None:
+    made = Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).document(one())
+    assert tokenizer().decode(made.ids).endswith("U2<|im_end|>\n<|im_start|>assistant\nA3<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("content", "thought", "wanted"),
+    [
+        ("A", None, False), ("A", " \n", False), ("A", "T", True), ("<think>\n\n</think>\n\nA", None, False),
+        ("T</think>A", None, True), ("\n<think>T</think>", "", True), (" </think>A", None, False),
+    ],
+)  # fmt: skip
+def test_an_empty_block_is_no_thinking(content: str, thought: str | None, wanted: bool) -> None:
+    assert chats.thinks({"role": "assistant", "content": content, "reasoning_content": thought}) is wanted
+
+
+@pytest.mark.parametrize(
+    ("named", "eos", "wanted"),
+    [(None, 7, {7}), (5, 7, {5, 7}), ([5, 0], 7, {5, 0, 7}), (0, None, {0}), ([], 7, {7}), (7, 7, {7})],
+)
+def test_stop_tokens_are_those_of_both_files(named: Any, eos: int | None, wanted: set[int]) -> None:
+    assert chats.stop_ids_of(SimpleNamespace(eos_token_id=eos), {"eos_token_id": named}) == wanted
+
+
+def test_only_special_tokens_are_refused_in_texts() -> None:
+    """Qwen's tokenizers add <think> as a token that is not special. The longest of several tokens is named."""
+    added = [SimpleNamespace(content=text, special=text != "<think>") for text in ("<|a|>", "<think>", "<|a|>b")]
+    known = SimpleNamespace(added_tokens_decoder=dict(enumerate(added)), all_special_tokens=["<eos>"])
+    assert chats._special_tokens(known).findall("x<|a|>b<think><eos>.<|a|>") == ["<|a|>b", "<eos>", "<|a|>"]
+    none = SimpleNamespace(added_tokens_decoder={}, all_special_tokens=[])
+    assert chats._special_tokens(none).search("a") is None

@@ -150,6 +150,23 @@ def test_exactly_the_contradicting_fields_are_refused(case: str) -> None:
     assert actual == places
 
 
+@pytest.mark.parametrize(
+    ("sections", "advice"),
+    [
+        (streams(12, fsdp=2), "take tokens_per_step = 24 or 48"), (streams(60, fsdp=2), "tokens_per_step = 48 or 72"),
+        (streams(36, replicate=2), "or replicate x fsdp of 1, 3"), (streams(2, 2, cp=3), "= 3 ranks; take 3 or 6"),
+        (streams(10, 10, tp=4), "tp = 4 ranks; take 8 or 12, and a multiple of it as tokens_per_step"),
+        ({"log": {"profile": 6}, **STEPS}, "take at most 5"), ({"log": {"profile": 1}, "train": {"steps": 2}}, "leave"),
+        ({"save": {"every": 150, "keep_every": 75}}, "take 150"),
+        ({"save": {"every": 150, "keep_every": 451}}, "take 600"),
+        (sources({"share": 0.5}, {"share": 0.25}), "add up to 0.75"),
+    ],
+)  # fmt: skip
+def test_the_advised_value_can_be_taken(sections: dict[str, Any], advice: str) -> None:
+    [sentence, *_] = [why for _, why in contradictions(config(**sections))]
+    assert advice in sentence
+
+
 def test_the_number_of_steps_rounds_tokens_up() -> None:
     size = {"length": 100, "tokens_per_step": 300}
     ends = [{"tokens": 301}, {"tokens": 300}, {"tokens": "0.9K"}, {"steps": 5}, {"epochs": 2.0}, {"tokens": "x"}]

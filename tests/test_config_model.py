@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint, file_dtype
 from meshwright.errors import LayoutError
+from meshwright.objectives import Distill, Dpo, Reward, Simpo
 from meshwright.optim import AdamW, Muon
+from meshwright.recipe import ContextParallel, Lora, MemoryOptions, Pipeline, Recipe
 from meshwright.train import config_file, config_model
 from meshwright.train.config import Config, OptimSection
 from tests import tiny
@@ -43,6 +46,43 @@ def blueprint(name: str = "qwen3", train: str = "**") -> Blueprint:
 )
 def test_the_optimizer_has_all_options_of_the_file(section: dict[str, Any], optimizer: Any) -> None:
     assert config_model.optimizer_of(OptimSection(**section)) == optimizer
+
+
+def test_the_recipe_has_all_options_of_the_file() -> None:
+    """Take values that differ from each other and from the defaults."""
+    memory = dict(recompute="full", reshard=False, compiled=True, gather_once=True, narrow_grads=True, token_once=3)
+    pipeline, context = dict(schedule="zero-bubble", stages=3, ends=[2, 5], hold=True), dict(attention=2, delta=5)
+    lora = dict(rank=3, alpha=5.0, targets=["q_proj"], expert_rank=7, rslora=True, path="a")
+    more = dict(train="layers.**", tower=True, mtp="all", mtp_weight=0.5, fp8="block", fp8_skip=["*.o"], frozen="mxfp4")
+    sections = dict(pipeline=pipeline, context=context, lora=lora, train={**memory, **more, "dtype": "float64"})
+    classes = dict(objective="classify", classify=dict(labels=["a", "b"]))
+    assert config(**sections, **classes).recipe == Recipe(
+        head="value", labels=("a", "b"), dtype=torch.float64, memory=MemoryOptions(**memory), lora=Lora(**lora),
+        pipeline=Pipeline(**pipeline), context=ContextParallel(**context), **more,
+    )  # fmt: skip
+    assert [config(objective=name).recipe.head for name in ("reward", "embedding", "dpo")] == ["value", "none", "lm"]
+
+
+def test_ranks_of_a_mesh() -> None:
+    """Experts take ranks of the other axes."""
+    mesh = config(mesh=dict(replicate=2, fsdp=3, tp=5, ep=7, cp=11, pp=13)).mesh
+    assert (mesh.num_data_ranks, mesh.world) == (6, 2 * 3 * 5 * 11 * 13)
+
+
+@pytest.mark.parametrize(
+    ("objective", "section", "options"),
+    [
+        ("dpo", dict(beta=0.3, kind="ipo", sft_weight=0.2, reference="r"), Dpo(beta=0.3, kind="ipo", sft_weight=0.2)),
+        ("distill", dict(top_k=3, alpha=0.25, temperature=2.0, teacher="t", scores="s"),
+         Distill(top_k=3, alpha=0.25, temperature=2.0)),
+        ("simpo", dict(beta=3.0, margin=0.5), Simpo(beta=3.0, margin=0.5)),
+        ("reward", {}, Reward()), ("sft", {}, None),
+    ],
+)  # fmt: skip
+def test_the_objective_has_the_options_of_its_section(objective: str, section: dict[str, Any], options: Any) -> None:
+    """A teacher and a reference are no options of the loss."""
+    sections = {objective: section} if section else {}
+    assert config(objective=objective, **sections).objective_options == options
 
 
 @pytest.mark.parametrize(
@@ -146,6 +186,33 @@ def test_memory_is_estimated_by_rank_0_for_what_it_can_simulate(
     mesh: Any = SimpleNamespace(rank=rank, least_bytes=1, memory=None)
     config_model.warn_of_memory(config(train=train), mesh)
     assert bool(asked) == estimates
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that needs what its device has."""
+
+    device: int | None = None
+
+    @property
+    def need(self) -> Any:
+        return SimpleNamespace(stored=lambda: self.device)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_smallest_device_of_all_ranks_decides_whether_a_step_fits(
+    fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan of a pipeline gathers once where the device has room for it."""
+    asked: list[Any] = []
+    monkeypatch.setattr(config_model, "layout_of", lambda _: Layout())
+    monkeypatch.setattr(config_model, "fits", lambda *given: asked.append(given) or fits)
+    monkeypatch.setattr(config_model, "too_large", lambda need, memory: f"{need.stored()} of {memory}")
+    mesh: Any = SimpleNamespace(rank=0, least_bytes=7, memory="memory")
+    config_model.warn_of_memory(config(), mesh)
+    assert asked == [(7, "memory")]
+    warned = [] if fits else ["a step will probably fail: 7 of memory"]
+    assert [each.getMessage() for each in caplog.records] == warned
 
 
 @pytest.mark.parametrize(

@@ -240,8 +240,9 @@ def test_passes_of_a_number_of_streams() -> None:
 
 
 def test_weights_of_shares_end_an_epoch_with_the_first_source_that_is_used_up() -> None:
-    sources = [DataSource("a", np.array([4, 6]), share=0.25), DataSource("b", np.array([5, 5, 5, 5]), share=0.75)]
-    assert Plan(sources, length=8, epochs=1).weights == pytest.approx((2 / 3, 1))
+    """A quarter of all tokens uses 10 tokens up before three quarters use 32."""
+    sources = [DataSource("a", np.array([4, 6]), share=0.25), DataSource("b", np.array([8, 8, 8, 8]), share=0.75)]
+    assert Plan(sources, length=8, epochs=1).weights == pytest.approx((1, 30 / 32))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.data import ChatOptions, ImageLimits, Placeholders, scored, tokenizer_of
 from meshwright.errors import ConfigError, DataError
 from meshwright.objectives import ROW, Classify, Distill, Dpo, Embedding, Rerank, Reward
 from meshwright.train import data_sources
@@ -20,7 +21,7 @@ from meshwright.train.data_sources import RowReader
 from tests import tiny
 from tests.templates import GOOD, tokenizer
 
-NOWHERE = Path("nowhere")
+NOWHERE, of = Path("nowhere"), SimpleNamespace
 
 
 def config(*sources: dict[str, Any], **sections: Any) -> Config:
@@ -80,6 +81,104 @@ def test_images_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     checked, key = data_sources._without_images(make, "k", RowReader(NOWHERE, NOWHERE, tower=True))
     assert checked is not make
     assert key == "k (7, 8)"
+
+
+def test_settings_of_images_and_placeholders_of_texts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of chats has the settings of their processor, and a text must not spell a placeholder."""
+    for name, value in dict(placeholders_of=(0, 1), patch_of=4).items():
+        monkeypatch.setattr(data_sources, name, lambda _, value=value: value)
+    monkeypatch.setattr(RowReader, "processor", lambda *_: of(settings_key="of the processor", placeholders=None))
+    make, key, _ = data_sources.maker(SourceSection(path="x", kind="text"), RowReader(model, NOWHERE, tower=True))
+    assert key.endswith(" (0, 1)")
+    assert len(make({"text": "fine"})) == 1
+    with pytest.raises(DataError, match="it has the token 0, which stands for an image"):
+        make({"text": "<|endoftext|>"})
+    assert data_sources.maker(SourceSection(path="x"), RowReader(model, NOWHERE))[1].endswith("of the processor")
+
+
+def test_fields_of_a_source_are_renamed_for_every_objective(model: Path) -> None:
+    """Answers of a reward model have a label at their last token, those of DPO their tokens."""
+    section, made = SourceSection(path="x", kind="text", fields={"text": "body"}), list[Any]()
+    for objective in (Dpo(), Reward(), Classify(labels=("a", "b")), None):
+        reader = RowReader(model, NOWHERE, objective=objective)
+        made.append(data_sources._text_rows(section, reader, tokenizer()))
+    assert [each.fields for each in made] == [section.fields] * 4
+    assert [each.finish for each in made[:2]] == [data_sources._as_it_is, scored]
+    [ready] = data_sources.maker(SourceSection(path="x", kind="tokens", fields={"ids": "n"}), reader)[0]({"n": [1, 2]})
+    assert ready.ids.tolist() == [1, 2]
+    asks = RowReader(model, NOWHERE, objective=Embedding(query_prompt="q", document_prompt="d"))
+    rows: Any = data_sources.maker(section, asks)[0]
+    assert (rows.__self__.query_prompt, rows.__self__.document_prompt) == ("q", "d")
+    assert rows.__self__.fields == section.fields
+
+
+def test_a_chat_has_all_options_of_its_source(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(GOOD["plain"])
+    options: dict[str, Any] = dict(thinking=True, turns="last", template_args={"a": 1}, fields={"messages": "m"})
+    chat = data_sources.chat_of(SourceSection(path="x", template=str(tmp_path / "t"), **options), model, tokenizer())
+    assert chat.options == ChatOptions(**options, template=GOOD["plain"])
+
+
+def test_limits_of_images_are_those_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"mark {each}" for each in ids])
+    for name, value in dict(read_config={}, placeholders_of=(7, 8), patch_of=6, tokenizer_of=marks).items():
+        monkeypatch.setattr(data_sources, name, lambda _, value=value: value)
+    monkeypatch.setattr(data_sources, "Processor", lambda *given: given)
+    section = SourceSection(path="d/x.jsonl", images=dict(max_pixels=1, max_video_pixels=2, fps=3.0))
+    limits = ImageLimits(Path("d"), 1, 2, 3.0)
+    assert RowReader(NOWHERE, NOWHERE, tower=True).processor(section) == (
+        NOWHERE, Placeholders("mark 7", "mark 8", (7, 8)), 6, limits,
+    )  # fmt: skip
+    assert RowReader(NOWHERE, NOWHERE).processor(section) is None
+    assert RowReader(NOWHERE, NOWHERE, tower=True).processor(SourceSection(path="x", kind="text")) is None
+
+
+def test_images_of_any_source_have_a_processor(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowReader, "processor", lambda _, section: section.name or None)
+    plain = of_ids(model, tmp_path, eval=dict(path=ids(tmp_path / "c.jsonl", 10), name="e", kind="tokens"))
+    named = [plain.data[0], plain.data[1].model_copy(update={"name": "second"})]
+    made = plain.model_copy(update={"data": named})
+    assert data_sources.training_data(made, model, tmp_path / "cache").processor == "second"
+    assert data_sources.held_out_of(made, model, tmp_path / "cache")["e"].processor == "e"
+
+
+def test_documents_are_made_as_the_source_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_sources, "prepare", lambda spec, cache, processes: (spec, cache, processes))
+    paths = [tmp_path / name for name in ("b.txt", "a.txt")]
+    for path in paths:
+        path.touch()
+    section = SourceSection(path=[*map(str, paths)], kind="text", split="line", on_bad="skip", name="n")
+    sections = {"train": {"tower": True}, "objective": "reward"}
+    reader = RowReader.of(config(**sections), model, tmp_path / "cache", 3)
+    assert reader == RowReader(model, tmp_path / "cache", True, Reward(), 3)
+    made: Any = data_sources.documents_of(section, replace(reader, tower=False))
+    spec, cache, processes = made
+    assert (spec.name, spec.files, spec.split, spec.on_bad) == ("n", (*paths,), "line", "skip")
+    assert (cache, processes) == (tmp_path / "cache", 3)
+    assert spec.unused is not None
+
+
+def test_a_reranker_answers_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several documents rename their fields themselves."""
+    asked = list[SourceSection]()
+    monkeypatch.setattr(data_sources, "_chat", lambda section, *_: asked.append(section) or SimpleNamespace(
+        document=None, unused=None
+    ))  # fmt: skip
+    monkeypatch.setattr(data_sources, "answer_ids", lambda _: (7, 9))
+    section = SourceSection(path="x", fields={"query": "q", "label": "l"})
+    made = list[Any]()
+    for objective in (Rerank(), Dpo(), Classify(labels=("a", "b")), None):
+        reader = RowReader(model, NOWHERE, objective=objective)
+        made.append(data_sources._chat_rows(section, reader, tokenizer(), "", None))
+    assert [each.thinking for each in asked] == [False, "auto", "auto", "auto"]
+    assert [each.fields for each in asked] == [{}, {}, {}, section.fields]
+    assert [each.fields for each in made[:3]] == [section.fields] * 3
+
+
+def test_a_turn_ends_with_the_tokens_of_both_files(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    chat = data_sources.chat_of(SourceSection(path="x"), model, tokenizer_of(model))
+    assert chat.stop_ids == {3, 4, tokenizer().eos_token_id}
 
 
 def test_classes_are_named_by_label(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +303,17 @@ def test_a_plan_has_the_weights_and_the_end_of_the_config(
 
 
 def test_a_plan_has_the_shares_of_the_config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only plain texts are cut unasked."""
     asked, source_of = list[Any](), data_sources.source_of
-    noted = lambda *given, **by: asked.append(by["share"]) or source_of(*given, **by)  # noqa: E731
+    noted = lambda *given, **by: asked.append((by["share"], by["too_long"])) or source_of(*given, **by)  # noqa: E731
     monkeypatch.setattr(data_sources, "source_of", noted)
     plain = of_ids(model, tmp_path, train=dict(steps=2))
-    shares = [each.model_copy(update={"share": s}) for each, s in zip(plain.data, (0.25, 0.75), strict=True)]
+    text = {"path": str(tmp_path / "c.txt"), "kind": "text"}
+    (tmp_path / "c.txt").write_text("some words")
+    changes: list[Any] = [{"share": 0.25}, {"share": 0.75, **text}]
+    shares = [each.model_copy(update=change) for each, change in zip(plain.data, changes, strict=True)]
     data_sources.training_data(plain.model_copy(update={"data": shares}), model, tmp_path / "cache")
-    assert asked == [0.25, 0.75]
+    assert asked == [(0.25, "stop"), (0.75, "cut")]
 
 
 def test_held_out_sets_keep_their_names(model: Path, tmp_path: Path) -> None:
@@ -222,6 +325,14 @@ def test_held_out_sets_keep_their_names(model: Path, tmp_path: Path) -> None:
     assert [[*each.left_out()] for each in made.values()] == [[], ["1 document of y longer than 10 tokens left out"]]
     for section, names in ((sets[0], ["z"]), ({**sets[0], "name": ""}, ["held-out"]), ({}, [])):
         assert [*data_sources.sections_of(config(eval=section))] == names
+
+
+def test_a_feed_has_the_streams_of_its_data_rank() -> None:
+    made = data_sources.TrainingData(["d"], "plan", 1, "processor")  # type: ignore[arg-type]
+    feed = made.feed(of(rank=5, data_rank=1, num_data_ranks=3), 4)  # type: ignore[arg-type]
+    feed.close()
+    assert (feed.documents, feed.plan, feed.processor) == (["d"], "plan", "processor")
+    assert (feed.rank, feed.num_ranks, feed.micro_batches, feed.streams_per_step) == (1, 3, 4, 12)
 
 
 def test_all_ranks_have_the_same_number_of_batches() -> None:
@@ -257,6 +368,19 @@ def test_the_prompt_of_a_reranker_is_that_of_its_model_card() -> None:
     assert system["role"] == "system"
     assert system["content"].endswith('Note that the answer can only be "y" or "n".')
     assert user == {"role": "user", "content": "<Instruct>: I\n<Query>: Q\n<Document>: D"}
+
+
+def test_tokenizers_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"own": {"a": 0, "b": 1, "c": 2}, "same": {"c": 2, "b": 1, "a": 0}, "swapped": {"a": 1, "b": 0, "c": 2},
+             "more": {"a": 0, "b": 1, "c": 2, "d": 3}}  # fmt: skip
+    monkeypatch.setattr(data_sources, "tokenizer_of", lambda at, _: of(get_vocab=lambda: known[at.name]))
+    data_sources.check_tokenizers(Path("same"), Path("own"), "dpo.reference")
+    for other, example in (
+        ("swapped", r"\(2 tokens differ, such as 'a'\)"),
+        ("more", r"\(1 tokens differ, such as 'd'"),
+    ):
+        with pytest.raises(ConfigError, match=f"dpo.reference: {other} has another tokenizer than own {example}"):
+            data_sources.check_tokenizers(Path(other), Path("own"), "dpo.reference")
 
 
 def test_a_model_is_a_directory_or_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

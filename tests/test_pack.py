@@ -99,6 +99,7 @@ def test_more_fields_leave_the_others_as_they_are() -> None:
     """Values over tokens move within their document; the padding is a document too."""
     made = three(fields={"a": torch.ones(8)}).with_fields(b=range(8), c=mw.over_tokens(torch.arange(8)))
     assert made.fields["a"].tolist() == [1] * 8
+    assert made.with_fields(a=torch.zeros(8)).fields["a"].tolist() == [0] * 8
     assert made.fields["b"].tolist() == [*range(8)]
     assert made.fields["c"].tolist() == [1, 2, 0, 0, 5, 0, 7, 0]
     wide = three().with_fields(a=mw.over_tokens(torch.arange(16).view(8, 2))).fields["a"]
@@ -254,6 +255,7 @@ def test_documents_are_lists_of_ids(documents: Any) -> None:
     ("experts", "message"),
     [
         ([torch.ones(3, 2, 1), torch.ones(2, 2, 1)], "whole numbers"),
+        ([torch.ones(3, 2, 1).int(), torch.ones(2, 2, 1)], "whole numbers"),
         ([["a"] * 3, [1, 2]], "whole numbers for each"),
         ([torch.ones(3, 2, 1).int(), torch.ones(2, 1, 1).int()], "has the shapes"),
         ([torch.ones(3, 2, 1).int(), torch.ones(1, 2, 1).int()], "has the shapes"),
@@ -304,8 +306,9 @@ def check_labels(documents: Any, labels: Any, refused: bool) -> None:
     if not refused:
         check_shifted(batch)
         return
-    with pytest.raises(mw.DataError, match=r"the labels are the tokens themselves.*trained=.*over_tokens\(labels\)"):
-        check_shifted(batch)
+    for batches in ([batch], [rich(), batch], [batch, rich()]):
+        with pytest.raises(mw.DataError, match=r"the labels are the tokens .*trained=.*over_tokens\(labels\)"):
+            check_shifted(*batches)
 
 
 def rich() -> Batch:
@@ -327,8 +330,20 @@ def test_documents_move_to_another_batch_with_all_they_have() -> None:
     assert made.experts[:, 0, 1].tolist() == [3, 3, 3, 0, 0, -1, -1]
     assert (made.bounds, made.num_filler, made.numbers, made.groups) == ((0, 3, 5, 7), 2, (0, 6), (8, 3))
     assert made.frames == (Frame(2, 4, 1),)
+    assert cut(rich(), [1], 3).frames == (Frame(2, 2, 0),)
     padding = cut(rich(), [4], 1)
     assert (padding.num_documents, padding.numbers, padding.groups) == (1, (0,), (0,))
+
+
+def test_frames_that_move_take_their_patches_along() -> None:
+    """Two frames of one size, and a third."""
+    frames = (Frame(2, 2, 1), Frame(2, 2, 4), Frame(2, 4, 6))
+    images = Images(torch.arange(16.0)[:, None], frames)
+    assert images.of([2, 0]).flatten().tolist() == [*range(8, 16), *range(4)]
+    moved = images.within(4, 8, 3)
+    assert moved.frames == (Frame(2, 2, 3), Frame(2, 4, 5))
+    assert moved.patches_PC.flatten().tolist() == [*range(4, 16)]
+    assert images.within(2, 4, 0).patches_PC.shape == (0, 1)
 
 
 def test_joined_batches_lose_their_padding_alone() -> None:

@@ -114,6 +114,50 @@ def test_only_turns_that_differ_are_trained() -> None:
     assert whole.ids.tolist() == pair.ids.tolist()
 
 
+def test_the_rest_of_a_row_reaches_both_prompts() -> None:
+    """The history of Alpaca is a part of the prompt too."""
+    more = {"system": "S", "tools": [{"name": "look"}]}
+    [pair] = chat_pairs().documents({**more, "prompt": "Hi", "chosen": "yes", "rejected": "no"})
+    chat = chat_pairs().chat
+    alone = [chat.documents({**more, "prompt": "Hi", "completion": text})[0].ids.tolist() for text in ("yes", "no")]
+    assert pair.ids.tolist() == [*alone[0], *alone[1]]
+    assert "look" in tokenizer().decode(alone[0])
+    alpaca = {"instruction": "So", "input": "then?", "history": [["Hi", "hello"]], "chosen": "yes", "rejected": "no"}
+    messages = [_user("Hi"), _answer("hello"), _user("So\n\nthen?")]
+    [expected] = chat_pairs().documents({"messages": messages, "chosen": "yes", "rejected": "no"})
+    assert chat_pairs().documents(alpaca)[0].ids.tolist() == expected.ids.tolist()
+
+
+SHOWN = "{{ mood | default('-') }}{{ enable_thinking }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "thought", "begins"),
+    [
+        ({}, None, "", "-False"), ({}, None, "hm", "-True"), ({}, {"mood": "x"}, "hm", "xTrue"),
+        ({}, {"enable_thinking": 3}, "hm", "-3"), (dict(thinking=False), None, "hm", "-False"),
+        (dict(thinking=True), {"mood": "x"}, "", "xTrue"), (dict(template_args={"enable_thinking": 4}), None, "", "-4"),
+        (dict(template_args={"mood": "y"}), {"mood": "x"}, "", "xFalse"),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_template_of_a_pair(
+    options: dict[str, Any], given: dict[str, Any] | None, thought: str, begins: str
+) -> None:
+    """Whether an answer thinks says nothing where the options or the row do."""
+    pairs = ChatPairs(Chat(tokenizer(), ChatOptions(template=SHOWN, **options)), _as_it_is)
+    chosen = {**_answer("yes"), "reasoning_content": thought}
+    row = {"prompt": "Hi", "chosen": chosen, "rejected": "no", "chat_template_kwargs": given}
+    [pair] = pairs.documents(row)
+    wanted = [f"{begins}Hi<|im_end|>{answer}<|im_end|>" for answer in ("yes", "no")]
+    assert tokenizer().decode(pair.ids) == "".join(wanted)
+
+
+def test_fields_of_a_pair_that_are_not_used() -> None:
+    row = {"prompt": "a", "good": "b", "rejected": "c", "chosen": "d", "system": "S", "id": 3, "input": None}
+    assert ChatPairs(chat_pairs().chat, _as_it_is, {"chosen": "good"}).unused(row) == {"chosen", "id"}
+    assert TextPairs(tokenizer(), _as_it_is, {"chosen": "good"}).unused(row) == {"chosen", "id", "system"}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Hi", "chosen": "yes"}, words("prompt, chosen", "rejected", "fields=")),
     ({"prompt": "Hi", "chosen": "no", "rejected": "no"}, words("the same")),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
+import io
 import json
 import math
 import random
@@ -23,7 +25,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
 from meshwright.data import vision_files
-from meshwright.data.processor import ImageLimits, Placeholders, Processor, fitted
+from meshwright.data.processor import ImageLimits, Placeholders, Processor, _at_least, fitted
 from meshwright.data.vision_files import Clip, View, clip_of, read_images
 from tests import shown
 
@@ -197,12 +199,16 @@ def test_refused(directory: Path, tmp_path: Path, case: str) -> None:
     ("change", "what"),
     [
         ({"image_mean": [0.48, 0.46, 0.41]}, "image_mean"),
-        ({"patch_size": 16}, "the vision tower has 4"),
+        ({"merge_size": 1}, "merge_size=1 is"), ({"temporal_patch_size": 1}, "temporal_patch_size=1"),
+        ({"image_std": [1.0] * 3}, "image_std"), ({"do_resize": False}, "do_resize=False"),
+        ({"do_rescale": False}, "do_rescale=False"), ({"do_normalize": False}, "do_normalize=False"),
+        ({"resample": 2}, "resample=2"), ({"patch_size": 16}, "the vision tower has 4"),
+        ({"size": {"shortest_edge": 0, "longest_edge": 64}}, "shortest_edge"),
         ({"size": {"shortest_edge": 64}}, "longest_edge"),
         (None, "has no preprocessor_config.json"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: str) -> None:
     noise(tmp_path / "b.png", 8, 8)
     if change is not None:
@@ -213,9 +219,13 @@ def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: 
 
 def test_a_file_of_both_processors(tmp_path: Path) -> None:
     """transformers writes this file now."""
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": shown.IMAGE_SETTINGS}))
+    of_videos = {**shown.IMAGE_SETTINGS, "size": {"shortest_edge": 32, "longest_edge": 128}}
+    both = {"image_processor": shown.IMAGE_SETTINGS, "video_processor": of_videos}
+    (tmp_path / "processor_config.json").write_text(json.dumps(both))
     noise(tmp_path / "b.png", 8, 8)
-    assert processor(tmp_path, tmp_path).image("b.png").grid == (1, 2, 2)
+    made = processor(tmp_path, tmp_path)
+    assert made.image("b.png").grid == (1, 2, 2)
+    assert made._of("video")["size"] == of_videos["size"]
 
 
 def test_an_image_that_has_changed(directory: Path, tmp_path: Path) -> None:
@@ -261,8 +271,10 @@ def test_an_animation_without_times_is_refused(tmp_path: Path) -> None:
     first.save(file, save_all=True, append_images=others, duration=0)
     with pytest.raises(mw.DataError, match=r"a\.gif has no frame duration; give its frames as a list.*fps"):
         clip_of(file)
-    first.save(file, save_all=True, append_images=others, duration=50)
-    assert clip_of(file) == Clip(3, 20.0, (16, 32))
+    for name in ("a.gif", "b.GIF", "c.png", "d.apng"):
+        kind = "PNG" if "png" in name else None
+        first.save(tmp_path / name, kind, save_all=True, append_images=others, duration=50)
+        assert clip_of(tmp_path / name) == Clip(3, 20.0, (16, 32))
     first.save(file)
     assert clip_of(file) == Clip(1, 1.0, (16, 32))
 
@@ -297,6 +309,45 @@ def test_a_video_must_give_frames_and_a_rate(num: int, rate: int | None, monkeyp
         clip_of(Path("a.mp4"))
 
 
+def test_a_video_with_too_many_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file may have any size in its header."""
+    stream = SimpleNamespace(frames=3, average_rate=10, width=1 << 14, height=1 << 12)
+    opened = SimpleNamespace(streams=SimpleNamespace(video=[stream]))
+    monkeypatch.setattr(vision_files, "_opened", lambda _: contextlib.nullcontext(opened))
+    assert clip_of(Path("a.mp4")).size == (1 << 12, 1 << 14)
+    stream.height += 1
+    with pytest.raises(mw.DataError, match=r"a\.mp4 has 16384 x 4097 pixels, above the limit"):
+        clip_of(Path("a.mp4"))
+
+
+def test_any_frame_of_a_video_that_changes_is_noticed(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_bytes(b"1234")
+    view = View.read(files, (2, 2, 2), (0, 1, 2), 2.0)
+    assert (view.change(), view.num_bytes) == ("", 12)
+    files[2].write_bytes(b"1235")
+    assert view.change() == f"{files[0]} has other bytes than when the data were read"
+    files[1].write_bytes(b"12345")
+    assert view.change() == f"{files[0]} had 12 bytes when the data were read, and now has 13"
+    files[1].unlink()
+    assert view.change() == f"there is no file {files[1]} any more"
+
+
+@pytest.mark.parametrize(("num_bytes", "whole"), [(19, False), (20, True), (21, True)])
+def test_the_size_in_a_webp_leaves_out_its_first_8_bytes(tmp_path: Path, num_bytes: int, whole: bool) -> None:
+    (tmp_path / "a").write_bytes((b"RIFF" + (12).to_bytes(4, "little") + bytes(20))[:num_bytes])
+    assert vision_files._seems_whole(tmp_path / "a", "WEBP") is whole
+
+
+def test_a_thumbnail_keeps_the_shape_of_its_image(tmp_path: Path) -> None:
+    for size, wanted in (((40, 20), (10, 5)), ((20, 40), (5, 10)), ((8, 6), (8, 6))):
+        Image.new("RGB", size).save(tmp_path / "a.png")
+        jpeg = base64.b64decode(View.read([tmp_path / "a.png"], (1, 2, 2)).thumbnail(10))
+        with Image.open(io.BytesIO(jpeg)) as image:
+            assert image.size == wanted
+
+
 def limited(at: Path, **wishes: Any) -> Processor:
     """Make a processor with settings for images of at most 64 x 64 pixels, and videos of 48 x 48."""
     size = dict(merge_size=2, temporal_patch_size=2, patch_size=4, image_mean=[0.5] * 3, image_std=[0.5] * 3)
@@ -320,3 +371,59 @@ def test_limits_of_images_and_of_videos(tmp_path: Path, wishes: Any, image: Any,
     made = limited(tmp_path, **wishes)
     assert made._fitted_size("image", 400, 200) == fitted(400, 200, 8, image)
     assert made._fitted_size("video", 400, 200, 4) == fitted(400, 200, 8, video, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wishes", "clip", "frames"),
+    [
+        ({}, {}, (100, 25.0), [0, 14, 28, 42, 57, 71, 85, 99]), ({}, {}, (10, 10.0), [0, 3, 6, 9]),
+        ({}, {}, (3, 10.0), [0, 1, 2]), ({"min_frames": 2}, {}, (10, 10.0), [0, 9]),
+        ({"max_frames": 5}, {}, (101, 10.0), [0, 25, 50, 75, 100]), ({"fps": 3}, {}, (10, 5.0), [0, 2, 4, 5, 7, 9]),
+        ({"fps": 3}, dict(fps=0.5), (10, 1.0), [0, 2, 4, 7, 9]),
+    ],
+)  # fmt: skip
+def test_which_frames_of_a_file_are_sampled(
+    tmp_path: Path, settings: dict[str, Any], wishes: dict[str, Any], clip: tuple[int, float], frames: list[int]
+) -> None:
+    """By default 2 per second, and at least 4; those of the user come before those of the model."""
+    made = limited(tmp_path, **wishes)
+    made._settings["video"] = settings
+    assert made._sampled_frames(Clip(*clip, (16, 32))) == frames
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [((4, 16), (8, 32)), ((16, 4), (32, 8)), ((3, 5), (8, 13)), ((8, 9), (8, 9)), ((2, 4), (8, 16))]
+)
+def test_a_video_smaller_than_a_token_is_enlarged(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert _at_least(8, *size) == wanted
+
+
+def test_whatever_changes_placeholders_is_in_the_key(tmp_path: Path) -> None:
+    same = limited(tmp_path).settings_key
+    assert limited(tmp_path).settings_key == same
+    others = [limited(tmp_path, **{name: 9}).settings_key for name in ("max_pixels", "max_video_pixels", "fps")]
+    others.append(Processor(tmp_path, MARKS, 5, ImageLimits(tmp_path)).settings_key)
+    for name in ("preprocessor_config", "video_preprocessor_config", "processor_config"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"another": name}))
+        others.append(Processor(tmp_path, MARKS, 4, ImageLimits(tmp_path)).settings_key)
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_older_names_of_the_limits(tmp_path: Path) -> None:
+    """The newer names come first."""
+    for newer, limits in ((None, (64, 256)), ({"longest_edge": 128}, (64, 128)), ({"shortest_edge": 16}, (16, 256))):
+        settings = {**shown.IMAGE_SETTINGS, "size": newer, "min_pixels": 64, "max_pixels": 256}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+        size = processor(tmp_path, tmp_path)._of("image")["size"]
+        assert (size["shortest_edge"], size["longest_edge"]) == limits
+
+
+def test_paths_of_files(tmp_path: Path) -> None:
+    made = processor(tmp_path, tmp_path)
+    for name in ("a.png", "b c.png"):
+        (tmp_path / name).touch()
+        for path in (name, f"file://{name}", str(tmp_path / name), f"file://{tmp_path / name}"):
+            assert made._file(path) == tmp_path / name
+    for path in ("file://http://x/a.png", "data:image/png;base64,AA", "s3://a.png"):
+        with pytest.raises(mw.DataError, match="is not a local path"):
+            made._file(path)

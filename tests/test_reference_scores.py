@@ -123,6 +123,9 @@ class Documents:
     def __len__(self) -> int:
         return 3
 
+    def place(self, number: int) -> str:
+        return f"row {number}"
+
 
 DOCUMENTS: Any = Documents()
 CHUNKS = [[[1.0, 1.0, -1.5]], [[0.0, 0.0, -2.5], [1.0, 0.0, -3.5]], [[2.0, 0.0, -4.5]]]
@@ -210,6 +213,14 @@ def test_missing_chunks_are_scored_and_stored(tmp_path: Path, monkeypatch: pytes
     _, again, lacking = stored.stored(DOCUMENTS)
     assert np.array_equal(again, expected, equal_nan=True)
     assert lacking == []
+
+
+def test_documents_without_a_score_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = scores_of(tmp_path, monkeypatch, mesh_of())
+    monkeypatch.setattr(reference_scores, "Feed", lambda *_, **__: of(close=lambda: None))
+    monkeypatch.setattr(stored, "_score_chunk", lambda feed, model, n: np.array(CHUNKS[min(n, 1)]))
+    with pytest.raises(mw.DataError, match="scores of 1 row are missing, first that of row 2; remove"):
+        stored.score(DOCUMENTS, cast(Any, None), None)
 
 
 def test_chunks_are_kept_apart_by_reference_plan_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ PACKED: dict[str, Refusal] = {
         "leave images= out", (None,)),
     "unequal images": Refusal(lambda image: shown([(pixels(), GRID)], [image]), (pixels(width=7), GRID), DataError,
         r"the images of a batch differ & \[..., 6\] & \[..., 7\]", ((pixels(), GRID),)),
+    "no slices": Refusal(lambda time: shown([(pixels(4 * time), (time, 2, 2))], [(pixels(), GRID)]), 0, DataError,
+        "image 0 of document 0 has 0 x 2 x 2 patches", (1,)),
     "dtypes of images": Refusal(lambda image: shown([(pixels(), GRID)], [image]),
         (pixels(dtype=torch.uint8), GRID), DataError, "float32 & uint8"),
     "gradients of pixels": Refusal(lambda image: shown([image], [image]), (pixels(requires_grad=True), GRID), DataError,
@@ -154,6 +156,23 @@ def test_rows_that_make_several_documents_are_not_cut() -> None:
         cut([1, 2])
     assert cut([1, 1]).cut
     assert not cut([1, 2], "drop").cut
+
+
+@pytest.mark.parametrize("shows", [0, 1])
+def test_only_long_documents_must_show_no_images_to_be_cut(shows: int) -> None:
+    """An error names up to 20 rows."""
+    lengths, num_views = np.array([4] + [9] * 25), np.array([1] + [0] * 24 + [shows])
+    ones, place = np.ones_like(lengths), lambda n: f"row {n}"
+    made = cast(Any, SimpleNamespace(
+        lengths=lengths, num_parts=ones, name="d", content="", num_views=num_views, place=place,
+    ))  # fmt: skip
+    if shows:
+        with pytest.raises(DataError, match=r"1 document of d with images have more than 8 tokens.* row 25;"):
+            source_of(made, 8, too_long="cut")
+    else:
+        assert source_of(made, 8, too_long="cut").cut
+    with pytest.raises(DataError, match=r"(?s)25 documents .*\n  row 1: 9 tokens\n.*  row 20: 9.*\n  and 5 more\n"):
+        source_of(made, 8)
 
 
 # Rows
@@ -347,7 +366,7 @@ def test_reference_scores_must_be_complete(tmp_path: Path) -> None:
     nan = float("nan")
     whole = np.array([[nan, nan], [1, 1], [1, nan], [nan, nan]])
     reference._check_complete(cast(Documents, made), whole)
-    for at, row in (((1, 1), 1), ((2, 0), 2)):
+    for at, row in (((1, 1), 1), ((2, 0), 2), ((1, 0), 1)):
         scores = whole.copy()
         scores[at] = nan
         with pytest.raises(DataError, match=f"reference scores of 1 row are missing, first that of row {row}; remove"):
@@ -365,7 +384,7 @@ def test_models_have_fitting_tokenizers_and_classes(tmp_path: Path) -> None:
     config = tmp_path / "a" / "config.json"
     reader = RowReader(tmp_path / "a", tmp_path, objective=Rerank(answers=("\n\n", "y")))
     first, second = answer_ids(reader)
-    assert first != second
+    assert [first, second] == [tokenizer().encode(answer)[0] for answer in ("\n\n", "y")]
     with pytest.raises(ConfigError, match=r"'nay' is \d tokens of this model; give answers of one"):
         answer_ids(replace(reader, objective=Rerank(answers=("nay", "y"))))
     for names, is_refused in ((["a"], True), (["a", "b"], False)):

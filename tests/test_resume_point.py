@@ -170,6 +170,20 @@ def test_a_checkpoint_with_another_reference_is_refused(tmp_path: Path, monkeypa
         resumed(tmp_path, monkeypatch, 100, "another")
 
 
+@pytest.mark.parametrize(("rank", "source", "logs"), [(0, "x", True), (1, "x", False), (0, None, False)])
+def test_rank_0_logs_changes_of_a_run_that_resumes(
+    tmp_path: Path, rank: int, source: str | None, logs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, mesh = config_in(tmp_path), of(rank=rank, broadcast_object=lambda _: (source and Path(source), ""))
+    resumed = Mock(return_value=of(directory=Path("x"), state=STATE))
+    monkeypatch.setattr(resume_point, "_resume_source", lambda *_: None)
+    monkeypatch.setattr(resume_point, "resume", resumed)
+    monkeypatch.setattr(resume_point, "_log_changes", logged := Mock())
+    resume_point.position_of(config, cast(Any, of(model=of(mesh=mesh), steps=5)), data_of(), "r")
+    assert [each.args for each in logged.call_args_list] == [(config, tmp_path / "out" / "config.toml")] * logs
+    assert resumed.call_count == (source is not None)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_new_run_begins_at_its_first_stream(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone looks."""

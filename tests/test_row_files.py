@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import meshwright as mw
@@ -239,3 +240,14 @@ def test_both_ends_of_a_file_are_in_its_stamp(tmp_path: Path, monkeypatch: pytes
         return row_files.stamp(file)[3]
 
     assert [ends(text) for text in ("abcdef", "abc", "a", "")] == [b"abef", b"abbc", b"aa", b""]
+
+
+def test_rows_of_unequal_groups_of_a_table(tmp_path: Path) -> None:
+    schema = pa.schema([("n", pa.int64())])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as out:
+        for numbers in ([0, 1, 2], [3], [4, 5]):
+            out.write_table(pa.table({"n": numbers}, schema))
+    rows = [[*rows_of(shard)] for shard in shards_of([tmp_path / "a.parquet"])]
+    assert [[(row.at, row.values["n"]) for row in each] for each in rows] == [
+        [(0, 0), (1, 1), (2, 2)], [(3, 3)], [(4, 4), (5, 5)],
+    ]  # fmt: skip

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 import meshwright as mw
 from meshwright.data import row_files, template_sandbox, vision_files
 from meshwright.data.chat import Chat, ChatOptions, stop_ids_of
-from meshwright.data.chat_formats import conversation
+from meshwright.data.chat_formats import conversation, unused_fields
 from meshwright.data.feed import source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.template_sandbox import Sandbox
@@ -127,9 +127,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "the row has 'history'"),
     ({"history": [["U"]], "instruction": "U", "output": "A"}, "list of pairs"),
     ({"instruction": ["U"], "output": "A"}, "instruction is a list, not text"),
-    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "the row has 'mask'"),
     ({"weight": 0.5, "messages": [ASKS, SAYS]}, "the row has 'weight'.* a source of their own"),
-    ({"train": False, "messages": [ASKS, SAYS]}, "the row has 'train'"),
+    *(
+        ({name: value, "messages": [ASKS, SAYS]}, f"the row has '{name}'")
+        for name, value in {
+            "mask": [0, 1], "loss_mask": [1], "completion_mask": [0], "assistant_masks": [1], "train": False,
+            "sample_weight": 0.5, "loss_weight": 0, "functions": [TOOL], "kto_tag": True,
+        }.items()
+    ),
     ({"labels": [1, 2], "messages": [ASKS, SAYS]}, "a list of 'labels'"),
     ({"enable_thinking": True, "messages": [ASKS, SAYS]}, "put it into chat_template_kwargs"),
     ({"prompt": "U", "completion": "A", "label": False}, "rates the answer"),
@@ -137,7 +142,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": [1], "messages": [ASKS, SAYS]}, "chat_template_kwargs are a list"),
     ({"messages": [ASKS, {**SAYS, "weight": 0.5}]}, r"weight of message 1 is 0.5.*mw.pack\(fields="),
     ({"messages": [ASKS, {**SAYS, "train": "false"}]}, "train of message 1 is 'false'"),
-    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss'.* train"),
     ({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "V"}]}, "thinks differently in reasoning and thinking"),
     ({"messages": [ASKS, {**SAYS, "thinking": True}]}, "thinking of message 1 is true, not text"),
     ({"messages": [ASKS, {**SAYS, "reasoning_details": [{}]}]}, "reasoning_details"),
@@ -148,6 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**ASKS, "content": "<|im_start|>"}, SAYS]}, "message 0 of the user holds the special token"),
     ({"messages": [ASKS, SAYS], "tools": [{**TOOL, "description": "<|im_end|>"}]}, "tools hold the special token"),
     ({"messages": [ASKS, {**SAYS, "content": "<think>\nwell"}]}, "message 1 begins with <think> and has no </think>"),
+    ({"messages": [ASKS, {**SAYS, "content": "\n<think>well"}]}, "message 1 begins with <think> and has no </think>"),
     ({"messages": [ASKS, {**SAYS, "content": "a\ud800"}]}, r"half of a character, '\\ud800'"),
     ({"messages": [ASKS, {**SAYS, "content": [{"type": "image", "image": 7}]}]}, "shows an image that is a number"),
 ]  # fmt: skip
@@ -163,14 +168,38 @@ def test_what_changes_nothing_passes() -> None:
     row = {
         "messages": [ASKS, {**SAYS, "weight": 1.0, "train": True, "name": "x"}], "id": 7, "weight": 1, "label": True,
         "labels": 3, "chosen": [SAYS], "rejected": [SAYS], "history": [], "prompt": "U", "source": None,
+        "sample_weight": 1, "loss_weight": 1.0, "functions": [], "mask": None,
     }  # fmt: skip
     assert message_of(row) == message_of({"messages": [ASKS, SAYS]})
-    assert Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).unused(row) == {*row} - {"messages", "source"}
+    assert Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).unused(row) == {*row} - {
+        "messages", "source", "mask"
+    }  # fmt: skip
     assert messages({"prompt": "U", "chosen": "A", "rejected": "B"} | {"completion": "A"}) == messages(
         {"messages": [ASKS, SAYS]}
     )
     named = conversation({"prompt": "U", "chosen": "A", "rejected": "B"}, {"completion": "chosen"})  # on purpose
     assert [message["content"] for message in named.messages] == ["U", "A"]
+
+
+def test_a_column_of_nulls_is_no_field() -> None:
+    """A merged table has all columns in all rows, also inside of the arguments of a template."""
+    nulls = {"messages": None, "prompt": None, "completion": "C", "conversations": None}
+    assert messages({**nulls, "instruction": "U", "output": "A"}) == [("user", "U"), ("assistant", "A")]
+    args = {"mood": None, "deep": {"x": None}, "num": 0}
+    assert conversation({"messages": [ASKS], "chat_template_kwargs": args}).template_args == {"deep": {}, "num": 0}
+
+
+def test_renamed_fields_are_used() -> None:
+    row = {"dialog": [ASKS, SAYS], "about": "S", "system": "T", "id": 7, "messages": "M", "tools": None}
+    assert unused_fields(row, {"messages": "dialog", "system": "about"}) == {"id", "messages", "system"}
+
+
+def test_all_images_of_a_row_must_be_shown_to_a_model_that_sees() -> None:
+    row = {"messages": [{**ASKS, "content": "<image>U"}, SAYS], "images": ["a.png", "b.png"]}
+    assert len(conversation(row).messages) == 2
+    with pytest.raises(mw.DataError, match="the row has 2 images, and its messages show 1"):
+        conversation(row, sees=True)
+    assert len(conversation({**row, "images": ["a.png"]}, sees=True).messages) == 2
 
 
 def chats(file: Path, *rows: Any) -> Path:
@@ -266,6 +295,7 @@ def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
         if thread.name.startswith("template"):
             thread.join(5)
     assert threading.active_count() <= before, "it goes on"
+    assert not template_sandbox._POOLS, "a killed thread takes no other row"
 
 
 def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +307,24 @@ def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("meshwright.data.chat.MOST_CHARACTERS", 10)
     with pytest.raises(mw.DataError, match="writes 11 characters for the first 1 messages; at most 10"):
         message_of({"messages": [ASKS, SAYS]}, template="{{ 'x' * 11 }}")
+
+
+@pytest.mark.parametrize(("platform", "wanted"), [("linux", 3072), ("darwin", 3)])
+def test_the_memory_of_a_process_is_counted_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, platform: str, wanted: int
+) -> None:
+    usage = SimpleNamespace(getrusage=lambda _: SimpleNamespace(ru_maxrss=3), RUSAGE_SELF=0)
+    monkeypatch.setattr(template_sandbox, "resource", usage)
+    monkeypatch.setattr(template_sandbox, "sys", SimpleNamespace(platform=platform))
+    assert template_sandbox._peak_bytes() == wanted
+
+
+def test_a_forked_process_renders_in_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "_POOLS", {})
+    parent = template_sandbox._executor()
+    assert template_sandbox._executor() is parent
+    monkeypatch.setattr(template_sandbox, "os", SimpleNamespace(getpid=lambda: -1))
+    assert template_sandbox._executor() is not parent
 
 
 TOO_LARGE = {  # of one operation in C, which no thread could end

@@ -19,8 +19,8 @@ from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.objectives import OBJECTIVES
 from meshwright.train.config import Config, TrainSection, declared, named, section_of
 from meshwright.train.config_checks import num_tokens
-from meshwright.train.config_docs import changed_fields, schema
-from meshwright.train.config_file import as_toml, config_of, read
+from meshwright.train.config_docs import _is_fixed, changed_fields, schema
+from meshwright.train.config_file import _independent, as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
 from meshwright.train.run import _loop_options
 from tests import write_docs
@@ -110,6 +110,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
         (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
+        (PLAIN + "[mesh]\nsteps = 2\n", "did you mean steps of [train]?"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): unknown field; did you mean mesh?"),
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
         (PLAIN + 'output_dir = "x"\n', "did you mean out at the top?"),
@@ -194,11 +195,13 @@ def test_all_that_cannot_be_set_is_reported_at_once(tmp_path: Path) -> None:
 def test_sets(tmp_path: Path) -> None:
     path = written(tmp_path, PLAIN + "[train]\nsteps = 9\n")
     config = read(
-        path, ["data.0.weight=2", "data.1.path=y", "train.steps=", "train.epochs=2", "data.0.fields.text=body"]
+        path, ["data.0.weight=2", "data.1.path=y", "train.steps= ", "train.epochs=2", "data.0.fields.text=body"]
     )
     assert [(data.path, data.weight) for data in config.data] == [("x", 2.0), ("y", 1.0)]
     assert (config.train.steps, config.train.epochs) == (None, 2.0)
     assert config.data[0].fields == {"text": "body"}
+    path.write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())  # with a byte order mark, as Windows writes it
+    assert read(path).model == "a"
     empty = written(tmp_path, "")
     assert read(empty, ["model=a", "out=b", "data.0.path=x"]) == read(written(tmp_path, PLAIN))
 
@@ -329,6 +332,8 @@ def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
     }.items():  # fmt: skip
         assert read(path, [f"model={place}"]).model == str(wanted)
         assert config_of(model=str(place), out="b", data=[{"path": "x"}]).model == str(wanted)
+    with pytest.raises(mw.ConfigError, match=r"the config has 1 mistake:\n  train\.epochs: steps and epochs"):
+        config_of(model="a", out="b", data=[{"path": "x"}], train={"steps": 1, "epochs": 1.0})
     shutil.rmtree(run / "checkpoints")
     message = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
     assert f"model (line 1): {run} is a run without a complete checkpoint so far" in message
@@ -370,9 +375,39 @@ def test_what_has_changed_since_a_run_began(tmp_path: Path, sets: list[str], cha
     assert [named(each.place) for each in result] == changed
     assert all(each.may == may for each in result)
     assert all(("change it back" in str(each)) != may for each in result)
+    if sets == ["seed=1"]:
+        assert str(result[0]).startswith("seed: 0 before, 1 now; ")
 
 
-@pytest.mark.parametrize(("text", "number"), [("2B", 2 * 10**9), ("1.5k", 1500), (7, 7), ("x", None), ("1.2.3", None)])
+KEPT = {  # what a resumed run must not change, by section; of the objectives it is all
+    "": "seed objective data dpo orpo simpo reward classify distill embedding rerank",
+    "data": "kind name fields thinking turns template_args split images too_long on_bad weight share",
+    "data.images": "max_pixels max_video_pixels fps",
+    "train": "length tokens_per_step tower train frozen mtp",
+}  # fmt: skip
+
+
+def test_a_resumed_run_keeps_its_data_and_its_objective() -> None:
+    """Paths may change: checksums of the data and of the template are in the fingerprint of the plan."""
+    kept = {f"{section}.{name}".lstrip(".") for section, names in KEPT.items() for name in names.split()}
+    of_objectives = {named(place) for place, _ in declared(Config) if place[0] in OBJECTIVES}
+    assert {named(place) for place, _ in declared(Config) if _is_fixed(place)} == kept | of_objectives
+
+
+def test_a_mistake_that_only_follows_from_another_is_left_out() -> None:
+    """A wrong field holds a placeholder. Where the mesh is refused, no length is advised for it."""
+    path, kind, length, tp = ("data", 0, "path"), ("data", 0, "kind"), ("train", "length"), ("mesh", "tp")
+    wrong, conflicts = [(path, "wrong")], [(length, "advice"), (tp, "first")]
+    others = iter([(path, "follows"), (kind, "other"), (tp, "second"), ((*path, 0), "follows")])
+    assert _independent(wrong, conflicts, others) == [*wrong, (kind, "other"), (tp, "second")]
+    assert _independent(wrong, conflicts, [(length, "second"), (kind, "other")]) == [
+        *wrong, *conflicts, (kind, "other"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("2B", 2 * 10**9), ("1.5k", 1500), (" 3 m", 3 * 10**6), ("0.5T", 5 * 10**11), (7, 7), ("x", None), ("1.2.3", None),
+])  # fmt: skip
 def test_numbers_of_tokens(text: str | int, number: int | None) -> None:
     assert num_tokens(text) == number
 
