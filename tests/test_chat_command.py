@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +19,8 @@ from meshwright.cli import chat_command, main
 from meshwright.data import Chat, ChatOptions
 from meshwright.engine import Decoding
 from meshwright.train import chat_session
-from meshwright.train.chat_session import ChatSession
+from meshwright.train.chat_session import ChatSession, _source_of
+from meshwright.train.config import SourceSection
 from tests.templates import GOOD, tokenizer
 
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -101,6 +104,91 @@ def test_what_is_forgotten_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert says.asked[-1] == (
         SYSTEM + QUESTION.format("Why?") + begun.strip() + "<|im_end|>\n" + QUESTION.format("Sure?")
     )
+
+
+def test_an_image_is_shown_with_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next question has none, and neither has a conversation that starts over."""
+    asked, hows = list[Any](), list[Decoding]()
+
+    def image(path: str) -> None:
+        if path == "bad.png":
+            raise mw.DataError("no image")
+
+    def request(messages: list[Any]) -> Any:
+        asked.append(messages)
+        views = [SimpleNamespace(grid=7)] if isinstance(messages[-1]["content"], list) else []
+        return SimpleNamespace(ids=[1, 2], opens_thinking=False, views=views)
+
+    def stream(_model: Any, _prompts: Any, how: Decoding) -> Iterator[list[int]]:
+        hows.append(how)
+        yield [5]
+
+    monkeypatch.setattr(chat_session, "token_stream", stream)
+    processor = SimpleNamespace(image=image, pixels=lambda view: "pixels")
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "yes")
+    sees: Any = SimpleNamespace(processor=processor, request=request, tokenizer=words)
+    for seed in (0, 1):
+        chat = ChatSession(sees, cast(Any, None), Decoding(100, seed=seed), None)
+        chat.show("a.png")
+        with pytest.raises(mw.DataError, match="no image"):
+            chat.show("bad.png")
+        assert [ask(chat, question) for question in ("What?", "And?")] == ["yes", "yes"]
+        chat.show("b.png")
+        chat.reset()
+        ask(chat, "Hi")
+    shown = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
+    first, answer = {"role": "user", "content": shown}, {"role": "assistant", "content": "yes"}
+    assert asked[3:] == [
+        [first],
+        [first, answer, {"role": "user", "content": "And?"}],
+        [{"role": "user", "content": "Hi"}],
+    ]
+    assert [how.images for how in hows[3:]] == [[[("pixels", 7)]], None, None]
+    assert len({how.seed for how in hows}) == 6, "two seeds share no question"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "args"), [(None, {"enable_thinking": True, "x": 1}), (False, {"x": 1}), (True, {"x": 1})]
+)
+def test_prompts_are_those_of_the_first_chats_of_a_run(thinking: bool | None, args: dict[str, Any]) -> None:
+    """The option decides about thinking, whatever the arguments of the template say."""
+    text, first, second = (SourceSection(path=[name]) for name in ("t", "a", "b"))
+    text = text.model_copy(update={"kind": "text"})
+    first = first.model_copy(update={"template_args": {"enable_thinking": True, "x": 1}})
+    source = _source_of(cast(Any, SimpleNamespace(sources=[text, first, second])), thinking)
+    assert (source.path, source.template_args, source.images.root) == (["a"], args, str(Path.cwd()))
+    assert source.thinking == (first.thinking if thinking is None else thinking)
+    assert _source_of(cast(Any, SimpleNamespace(sources=[text])), thinking).path == []
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_chat_is_opened(sees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options and its prompt are tried before the model is loaded, which takes images if the run did."""
+    asked, loaded = list[Any](), list[bool]()
+    request = lambda messages: asked.append(messages) or SimpleNamespace(ids=[1, 2, 3])  # noqa: E731 - short
+
+    def load(*, tower: bool) -> None:
+        loaded.append(tower)
+
+    trained = SimpleNamespace(directory=Path("d"), sources=[], can_see=sees, load=load)
+    stand_ins: dict[str, Any] = dict(
+        TrainedModel=SimpleNamespace(at=lambda where: trained), chat_of=lambda *_: SimpleNamespace(request=request),
+        tokenizer_of=lambda *_: "words", read_config=lambda _: {"max_position_embeddings": 4},
+        text_config=lambda config: config, _processor=lambda *_: None, vocab_size_of=lambda _: 10,
+        stop_ids_of=lambda *_: frozenset({9}), generation_config_of=lambda _: {},
+    )  # fmt: skip
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(chat_session, name, value)
+    chat = chat_session.open_chat("w", Decoding(7, seed=3), system="S")
+    assert (chat.decoding, chat.longest, loaded) == (Decoding(7, seed=3, stop=frozenset({9})), 4, [sees])
+    assert [[each["role"] for each in messages] for messages in asked] == [["system", "user"]]
+    assert chat.messages == [{"role": "system", "content": "S"}]
+    with pytest.raises(mw.ConfigError):
+        chat_session.open_chat("w", Decoding(7, top_p=5.0))
+    monkeypatch.setattr(chat_session, "read_config", lambda _: {"max_position_embeddings": 3})
+    with pytest.raises(mw.DataError):
+        chat_session.open_chat("w", Decoding(7))
+    assert loaded == [sees]
 
 
 def test_pieces_are_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:

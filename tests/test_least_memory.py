@@ -11,12 +11,13 @@ import torch
 
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, LoadError
 from meshwright.plan import least_memory, one_of_each_layer, resolve_model
 from meshwright.plan.least_memory import LeastMemory
 from meshwright.plan.resolve_model import TINY
 from meshwright.recipe import Lora, MemoryOptions, Recipe
 from meshwright.sharding import Charge, Work
+from meshwright.weights import peft_files
 from tests import tiny
 
 MOE: dict[str, Any] = TINY["tiny-qwen3-moe-fp8"]
@@ -173,6 +174,25 @@ def test_a_config_alone_has_no_weights(opened: list[str], tmp_path: Path) -> Non
             resolve_model.find(model, Recipe(), True, lambda _: None)
     with pytest.raises(ConfigError, match="neither a directory"):
         resolve_model.find("nothing", Recipe(), False, lambda _: None)
+
+
+def test_files_of_adapters_decide_what_is_planned(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_files, "recipe_of", lambda lora: Lora(rank=5) if lora.path == "adapter" else lora)
+    for lora in (Lora(path="adapter"), Lora(rank=5)):
+        (_, _, recipe), _ = cast(Any, resolve_model.find("tiny-qwen3", Recipe(lora=lora), False, lambda _: None))
+        assert recipe == Recipe(lora=Lora(rank=5))
+    assert not opened
+
+
+@pytest.mark.parametrize("file", [peft_files.ADAPTERS, peft_files.CONFIG_FILE])
+def test_adapters_alone_are_no_model(file: str, opened: list[str], tmp_path: Path) -> None:
+    """A checkpoint of a run has the config of its base, and PEFT's files have none."""
+    (tmp_path / "bare" / file).touch()
+    if file == peft_files.CONFIG_FILE:
+        (tmp_path / "bare" / "config.json").unlink()
+    with pytest.raises(LoadError, match="holds no base"):
+        resolve_model.find(str(tmp_path / "bare"), Recipe(), False, lambda _: None)
+    assert not opened
 
 
 def test_frozen_weights_that_are_offloaded_take_no_device_memory() -> None:

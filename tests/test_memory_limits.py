@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,15 +17,18 @@ from meshwright.memory.budget import (
     Need,
     _smallest_mesh,
     _with_offload,
+    choices,
     fits,
     held_while_training,
     too_large,
     with_hold,
 )
+from meshwright.memory.simulate import StepWork
 from meshwright.mesh import Mesh, loopback, memory_limits, shared_devices
 from meshwright.mesh.memory_limits import Memory, memory_of
+from meshwright.plan.resolve_model import TINY
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
-from meshwright.sharding import HELD, Stored
+from meshwright.sharding import HELD, Stored, gathered_in_fp8
 from tests import tiny
 
 
@@ -116,6 +119,17 @@ def test_offload_is_no_way_out_where_it_is_refused(options: dict[str, bool], off
     assert _with_offload(cast(Need, need)) is None
 
 
+def test_offload_moves_what_is_held_and_what_is_simulated() -> None:
+    blueprint = Blueprint.of(tiny.of("qwen3"))
+    held = held_while_training(torch.bfloat16, frozenset(blueprint.table.params))
+    work = StepWork(64, 3, memory=MemoryOptions("full"))
+    moved = _with_offload(Need(blueprint.spec, Axes(fsdp=2), held, work))
+    assert moved is not None
+    assert moved.held.offload
+    assert moved.passing == replace(work, memory=MemoryOptions("full", offload=True))
+    assert _with_offload(moved) is None
+
+
 def test_a_pipeline_holds_what_takes_less_than_a_third() -> None:
     """All parameters gathered for a whole step, and their gradients. A schedule that needs it holds it anyway."""
     blueprint, axes = Blueprint.of(tiny.of("qwen3")), Axes(pp=2, fsdp=2)
@@ -130,6 +144,48 @@ def test_a_pipeline_holds_what_takes_less_than_a_third() -> None:
     assert [hold(Pipeline(), 3 * once + more) for more in (0, 1)] == [False, True]
     assert [hold(Pipeline(hold=each), 0) for each in (True, False)] == [True, False]
     assert hold(Pipeline("zero-bubble"), 0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe"),
+    [
+        (dict(pp=2), Recipe(memory=MemoryOptions(offload=True))),  # a copy from the host is wrapped on one shard too
+        (dict(pp=2, fsdp=2), Recipe(fp8="block")),  # gathered as codes
+        (dict(pp=2, fsdp=2), Recipe(fp8="block", memory=MemoryOptions(narrow_grads=True))),
+    ],
+)
+def test_what_a_pipeline_holds_depends_on_its_options(mesh: dict[str, int], recipe: Recipe) -> None:
+    blueprint, axes = Blueprint.of(TINY["tiny-qwen3-moe-fp8"], None, recipe), Axes(**mesh)
+    spec = blueprint.with_options(pipeline=Pipeline(hold=True)).spec
+    trained = frozenset(blueprint.trained())
+    low = gathered_in_fp8(spec, trained, wide=recipe.memory.gathers_wide)
+    held = held_while_training(torch.bfloat16, trained, offload=recipe.memory.offload, low=low)
+    once = sum(each.num_bytes for each in Need(spec, axes, held).stored() if each.what in HELD)
+    assert once > 0
+    holds = [with_hold(blueprint, axes, torch.bfloat16, 3 * once + more).recipe.pipeline.hold for more in (0, 1)]
+    assert holds == [False, True]
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """A need of 900 bytes, 800 with selective and 100 with full recomputation, on the largest mesh."""
+
+    passing: StepWork
+    axes = Axes(fsdp=4096)
+    held = SimpleNamespace(offload=True)
+    spec = SimpleNamespace(recipe=Recipe())
+
+    def stored(self) -> list[Stored]:
+        return [Stored("x", {"none": 900, "selective": 800, "full": 100}[self.passing.memory.recompute])]
+
+
+@pytest.mark.parametrize(("recompute", "advised"), [("none", True), ("selective", True), ("full", False)])
+def test_full_recomputation_is_advised_to_all_who_recompute_less(recompute: str, advised: bool) -> None:
+    """Where that is enough."""
+    need = cast(Need, Recomputing(StepWork(8, memory=MemoryOptions(recompute))))
+    for num_bytes in (100, 99):
+        options = choices(need, Memory(num_bytes, 0, shared=False))
+        assert options == ['MemoryOptions(recompute="full")'] * (advised and num_bytes == 100)
 
 
 STORED = [Stored("parameters", 6 * 10**9), Stored("masters", 3 * 10**9, host=True)]

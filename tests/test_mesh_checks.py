@@ -15,7 +15,7 @@ from meshwright.optim import AdamW
 from meshwright.plan import mesh_checks
 from meshwright.plan.mesh_checks import PROCESS_BYTES, as_option, check_devices, check_memory, objections
 from meshwright.plan.resolve_model import TINY
-from meshwright.recipe import MemoryOptions, Recipe
+from meshwright.recipe import ContextParallel, MemoryOptions, Recipe
 from tests import tiny
 
 MOE: dict[str, Any] = TINY["tiny-qwen3-moe-fp8"]
@@ -76,10 +76,20 @@ def test_sizes_below_one_are_refused_alone() -> None:
 WIDE = tiny.of("qwen3", hidden_size=512, intermediate_size=768, head_dim=128, num_attention_heads=4)
 
 
+NARROW = {**WIDE, "intermediate_size": 192}
+
+
 CHECKS: list[tuple[dict[str, Any], Recipe, dict[str, int], Any, str]] = [
     (WIDE, Recipe(), dict(tp=2), AdamW(state_dtype=torch.uint8), "state"),
     (WIDE, Recipe(), dict(tp=2), AdamW(), ""),
     (MOE, Recipe(fp8="block"), dict(tp=2), AdamW(), ""),
+    (WIDE, Recipe(fp8="block"), dict(tp=4), AdamW(), "fp8='block' needs whole 128 x 128 blocks"),
+    (WIDE, Recipe(context=ContextParallel(attention=2)), dict(cp=2), AdamW(), ""),
+    (WIDE, Recipe(context=ContextParallel(attention=2)), dict(cp=3), AdamW(), "attention=2 of mw.ContextParallel"),
+    (WIDE, Recipe(context=ContextParallel(attention=4)), dict(cp=4), AdamW(), ""),
+    (WIDE, Recipe(context=ContextParallel(attention=4)), dict(cp=4, tp=2), AdamW(), "heads of layers.0.mixer"),
+    (NARROW, Recipe(train=["*norm*"], frozen="nf4"), dict(tp=2), AdamW(), "frozen='nf4' has blocks of 64 columns"),
+    (NARROW, Recipe(train=["*norm*"], frozen="nf4"), dict(fsdp=2), AdamW(), ""),
     (MOE, Recipe(memory=MemoryOptions(token_once=3)), dict(ep=4, fsdp=4), AdamW(), "token_once"),
     (MOE, Recipe(memory=MemoryOptions(token_once=2)), dict(ep=4, fsdp=4), AdamW(), ""),
     (MOE, Recipe(), dict(ep=4, fsdp=2), AdamW(), "ep=4"),

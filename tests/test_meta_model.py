@@ -12,14 +12,15 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.memory import simulate
 from meshwright.memory.fsdp_buffers import FsdpBuffers, sharded_units
-from meshwright.memory.meta_model import FakeMesh, Seen, _add_grid, _forms, meta_copy
+from meshwright.memory.meta_model import FakeMesh, MetaKernels, Seen, _add_grid, _forms, forward, meta_copy
 from meshwright.memory.simulate import ACTIVATIONS, Activations, Peak, StepWork, _Trial, most_held
 from meshwright.ops.codings import FP8, NF4
+from meshwright.ops.meta_kernels import kind_of
 from meshwright.parallel.expert import dispatch
 from meshwright.parallel.expert_dedup import dispatch_once
 from meshwright.plan.resolve_model import TINY
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
-from meshwright.sharding import GATHERED, GRADIENTS, Dispatch, Span, Unit, find_doors
+from meshwright.sharding import GATHERED, GRADIENTS, Dispatch, Door, Span, Swap, Unit, find_doors
 from tests import tiny
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -54,6 +55,7 @@ def test_bytes_of_units_on_three_shards() -> None:
     sizes = sizes_of(in_fp8(), Axes(fsdp=3))
     assert (sizes["embed"], sizes[EXPERTS]) == ((2 * ROWS, 4 * ROWS), (OF_EXPERTS, 4 * OF_EXPERTS))
     assert sizes_of(in_fp8(), Axes(fsdp=3), F32)["embed"] == (4 * ROWS, 4 * ROWS)
+    assert sizes_of(in_fp8(), Axes(fsdp=3), torch.float64)["embed"] == (8 * ROWS, 8 * ROWS)
     wide = sizes_of(in_fp8(offload=True), Axes(fsdp=3))
     assert wide[EXPERTS] == (2 * OF_EXPERTS, 4 * OF_EXPERTS), "a copy from the host loses the codes"
 
@@ -203,7 +205,7 @@ def test_the_last_layers_of_a_kind_run(monkeypatch: pytest.MonkeyPatch) -> None:
             self.live = fake(add=None)
 
         def run(self, tokens: int, buffers: Any, stay: int) -> Activations:
-            seen.update(tokens=tokens, stay=stay, units=[*buffers._units])
+            seen.update(tokens=tokens, kind=kind_of(torch.device("meta")), stay=stay, units=[*buffers._units])
             return Activations(1, Peak(), Peak(), Peak())
 
     ran, skipped, freed = (Unit(name, (), False, again) for name, again in (("ran", False), ("x", False), ("y", True)))
@@ -215,7 +217,8 @@ def test_the_last_layers_of_a_kind_run(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: Any = {"k": [0, 2, 3, 5, 8], "l": [1], "m": [4, 6, 7, 9]}
     for number, carried in ((2, False), (3, True)):
         mesh: Any = FakeMesh(Axes(), 0)
-        made = simulate._activations(fake(), fake(units=[], number=number), mesh, StepWork(8), kinds)
+        made = simulate._activations(fake(), fake(units=[], number=number), mesh, StepWork(8, kind="xpu"), kinds)
+        assert seen["kind"] == "xpu", "kernels are those of the planned device"
         assert (seen["numbers"], seen["skipped"]) == ([1, 3, 5, 6, 7, 8, 9], {0: 8, 2: 8, 4: 9})
         assert (seen["carried"], seen["stay"], seen["units"]) == (carried, 50, [ran])
         assert (made.stays, made.grads) == (53, 13)
@@ -261,3 +264,47 @@ def test_the_simulation_has_buffers_for_what_fsdp_wraps(mesh: dict[str, int], of
     units = spec.stages(axes, 0)[0].units
     seen = Seen(torch.bfloat16, MemoryOptions(offload=offload))
     assert len(sharded_units(spec, units, axes, axes.coords(0), seen)) == wrapped * len(units)
+
+
+def test_gradients_reach_the_mtp_head_and_the_layers() -> None:
+    """Both scores go backward, as in a step."""
+    spec, axes = Blueprint.of(tiny.of("qwen3_5_moe"), None, Recipe(mtp="all")).spec, Axes(cp=2, tp=2)
+    [stage] = spec.stages(axes, 0)
+    model = meta_copy(spec, stage, FakeMesh(axes, 0), Seen(F32, MemoryOptions()), [0])
+    with MetaKernels():
+        forward(model, axes, 16).sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert not without
+    assert any(".mtp." in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(("carried", "compute"), [(True, BF16), (False, F32)])
+def test_a_stage_without_embedding_takes_its_part_of_the_stream(
+    carried: bool, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the compute dtype. A gradient goes back only if the stage before needs one."""
+    given: list[Any] = []
+    monkeypatch.setattr(simulate, "forward", lambda *args: given.append(args) or torch.zeros(3))
+    model = fake(parameters=list, embed=None, head=True, shape=fake(stream_width=7))
+    trial = _Trial(model, Axes(cp=2, tp=3), compute, {}, {}, carried=carried)
+    trial._forward(24)
+    [(_, axes, num_tokens, x_TD)] = given
+    assert (axes, num_tokens) == (Axes(cp=2, tp=3), 24)
+    assert (tuple(x_TD.shape), x_TD.dtype, x_TD.requires_grad) == ((4, 7), compute, carried)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "doors"),
+    [
+        ("qwen3_5_moe", dict(tp=2), [Door]), ("qwen3_5_moe", dict(cp=2), [Door, Swap]),
+        ("qwen3_moe", dict(fsdp=2, ep=2), [Dispatch]), ("qwen3_moe", {}, []),
+    ],
+)  # fmt: skip
+def test_doors_of_a_meta_copy_are_armed(name: str, mesh: dict[str, int], doors: list[Any]) -> None:
+    spec, axes = Blueprint.of(tiny.of(name)).spec, Axes(**mesh)
+    [stage] = spec.stages(axes, 0)
+    model = meta_copy(spec, stage, FakeMesh(axes, 0), Seen(BF16, MemoryOptions()), [0, 1])
+    for kind in (Door, Swap, Dispatch):
+        armed = [door.armed is not None for _, door in find_doors(model, kind)]
+        assert any(armed) == (kind in doors), kind
+        assert all(door.armed is None for _, door in find_doors(spec.module, kind)), "the original is not"

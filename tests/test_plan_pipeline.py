@@ -233,5 +233,7 @@ def test_the_last_stage_has_the_second_vocabulary_product_of_mtp(family: str, mo
     (_, last), (layers, more) = costs_of(one.table, one.module), costs_of(two.table, two.module)
     assert more - last == pytest.approx(sum(active.values()) + norms + product)
     assert layers == costs_of(one.table, one.module)[0]
-    flops = [flops_of(each, each.table.params.keys()).per_token for each in (one, two)]
-    assert flops[1] - flops[0] == pytest.approx(6 * sum(active.values()) + operations * product)
+    without, flops = (flops_of(each, each.table.params.keys()) for each in (one, two))
+    assert flops.per_token - without.per_token == pytest.approx(6 * sum(active.values()) + operations * product)
+    [attention] = [param.cols for param in head if "heads" in param.cols]
+    assert flops.per_square - without.per_square == 6 * attention["heads"] * attention["head"]

@@ -217,6 +217,7 @@ def test_blocks_of_a_diagram() -> None:
         ({}, mw.AdamW(), []),
         (dict(recompute="full", offload=True), mw.AdamW(), ["recompute=full", "offload=True"]),
         (dict(token_once=2), mw.AdamW(state_dtype=torch.bfloat16), ["token_once=2", "state_dtype=bfloat16"]),
+        (dict(reshard=False, compiled=False), mw.AdamW(), ["reshard=False", "compiled=False"]),
         ({}, mw.AdamW(state_dtype=torch.uint8), ["state_dtype=uint8"]),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli import main
+from meshwright.recipe import Lora, Recipe
 from meshwright.train import config_file, launch, metrics, preflight, resume_point
 from tests import worlds
 from tests.runs import chats, file_of, source
@@ -175,3 +176,37 @@ def test_adapters_that_no_class_loads_are_refused_before_the_run(at: Path) -> No
     assert "Set merged = true" in message
     for sets in (["save.merged=true"], ["save.export=false"]):
         assert not [*preflight.mistakes(config_file.read(path, [embedding, *sets]))]
+
+
+def test_prompts_wait_for_the_template_of_the_first_source(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mistake is reported once. Another source does not format them."""
+    monkeypatch.setattr(preflight, "prompts_of", Mock(side_effect=mw.DataError("too long")))
+    path = file_of(at, at / "m", sample={"prompts": ["x"]})
+    other = [f"data.1.path={at / 'held.jsonl'}", "data.1.template=/dev/zero"]
+    for sets, first in (([], []), (["data.0.template=/dev/zero"], [("data", 0, "template")]), (other, [])):
+        places = {place for place, _ in preflight.mistakes(config_file.read(path, sets))}
+        assert (("sample", "prompts") in places) == (not first)
+        assert {*first} <= places
+
+
+def test_other_models_are_opened_without_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference and a teacher are as their files are, and have the tokenizer of the model."""
+    opened, compared = list[Any](), Mock()
+    monkeypatch.setattr(preflight, "find", lambda name, recipe, **more: opened.append((name, recipe, more["weights"])))
+    monkeypatch.setattr(preflight, "model_directory", lambda name: Path(f"at {name}"))
+    monkeypatch.setattr(preflight, "check_tokenizers", compared)
+    recipe = Recipe(lora=Lora(rank=3), train="layers.*", mtp="all", frozen="nf4", fp8="block")
+    config: Any = SimpleNamespace(
+        dpo=SimpleNamespace(reference="r"), distill=SimpleNamespace(teacher="t"), recipe=recipe
+    )
+    plain = Recipe(train=(), mtp="carried", fp8="block")
+    assert [*preflight._other_models(config, Path("m"))] == []
+    assert opened == [("r", plain, False), ("t", plain, False)]
+    assert [each.args for each in compared.call_args_list] == [
+        (Path("at r"), Path("m"), "dpo.reference"), (Path("at t"), Path("m"), "distill.teacher"),
+    ]  # fmt: skip
+    compared.side_effect = mw.DataError("another tokenizer")
+    refused = [*preflight._other_models(config, Path("m"))]
+    assert refused == [(("dpo", "reference"), "another tokenizer"), (("distill", "teacher"), "another tokenizer")]
+    config.dpo, config.distill = None, SimpleNamespace(teacher="")
+    assert [*preflight._other_models(config, Path("m"))] == []

@@ -7,9 +7,15 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
 
 from meshwright.models import Layer
-from meshwright.train import config_file
+from meshwright.train import config_file, profiler
 from meshwright.train.run import Trainer
 from meshwright.watch import trace
 from tests import worlds
@@ -72,3 +78,29 @@ def test_a_run_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
     worlds.run(1, lambda: [cut_off(path, last) for last in (1, 4)])
     assert not (tmp_path / "1" / "profile").exists()
     assert regions(tmp_path / "4" / "profile" / "rank-0.json.gz")["step"] == 2
+
+
+@pytest.mark.parametrize(("num_steps", "traced"), [(0, []), (1, [3]), (3, [3, 4, 5])])
+def test_layers_of_all_stages_are_named_while_steps_are_traced(
+    num_steps: int, traced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of an interleaved pipeline has several stages."""
+    running, seen = Mock(), list[int]()
+    stages: Any = [torch.nn.ModuleDict({f"layer {n}": torch.nn.Linear(1, 1)}) for n in (0, 1)]
+    layers = [next(iter(stage.values())) for stage in stages]
+    for layer in layers:
+        layer.run = "run"
+    monkeypatch.setattr(profiler, "Layer", torch.nn.Linear)
+    monkeypatch.setattr(profiler, "profile", lambda: running)
+    model: Any = SimpleNamespace(parts=stages, mesh=SimpleNamespace(rank=5))
+    with profiler.Profiler(model, tmp_path, num_steps) as made:
+        for step in range(1, 8):
+            with made.step():
+                wraps = [layer.run != "run" for layer in layers]
+                assert [trace.on] * 2 == wraps
+                seen += [step] * all(wraps)
+    assert seen == traced
+    assert [layer.run for layer in layers] == ["run", "run"]
+    files = [str(tmp_path / "profile" / "rank-5.json.gz")] * bool(num_steps)
+    assert [each.args[0] for each in running.export_chrome_trace.call_args_list] == files
+    assert (running.start.call_count, running.stop.call_count) == (len(files), len(files))

@@ -18,7 +18,7 @@ from meshwright.axes import Axes
 from meshwright.recipe import Lora, Recipe
 from meshwright.train import rank, samples, thumbnails, trained_model
 from meshwright.train import run as run_module
-from meshwright.train.config import SourceSection
+from meshwright.train.config import SampleSection, SourceSection
 from meshwright.train.lock import OutInUse
 from meshwright.train.run import Trainer
 from meshwright.train.trained_model import TrainedModel
@@ -152,6 +152,101 @@ def test_the_peak_is_that_of_all_devices(
     assert (speed.flops, speed.peak) == (("blueprint", {"a", "b"}), expected)
 
 
+def test_a_run_begins_on_each_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No two ranks of two seeds draw the same numbers. Rank 0 alone says which documents are dropped, of any set."""
+    seeds: list[int] = []
+    nothing = lambda *_: None  # noqa: E731 - short
+    for name in ("check_sinks", "be_deterministic", "expand_segments", "_lock_of", "warn_of_memory", "model_directory"):
+        monkeypatch.setattr(run_module, name, nothing)
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(run_module, "training_data", lambda *_: of(left_out=lambda: ["of the data"]))
+    monkeypatch.setattr(run_module, "held_out_of", lambda *_: {"set": of(left_out=lambda: ["of a set"])})
+    monkeypatch.setattr(run_module, "prompts_of", Mock(side_effect=mw.DataError("it goes on")))
+    monkeypatch.setattr(run_module.logger, "propagate", True)
+    for seed in (0, 1, 2):
+        config = mw.train.config_of(model="m", out="o", data=[{"path": "x"}], seed=seed, mesh={"fsdp": 4})
+        for number in range(4):
+            caplog.clear()
+            monkeypatch.setattr(run_module, "Mesh", lambda rank=number, **_: of(rank=rank, axes=of(world=4)))
+            with pytest.raises(mw.DataError, match="it goes on"):
+                Trainer(config)
+            said = [each.getMessage() for each in caplog.records]
+            assert said == (["of the data", "of a set"] if number == 0 else [])
+    assert len({*seeds}) == 12
+
+
+@pytest.mark.parametrize(("reference", "key"), [("", "of the fields"), ("of a model", "of a model")])
+def test_a_run_is_checked_before_anything_is_scored_or_loaded(
+    reference: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    nothing = lambda *_, **__: of(left_out=list, rank=1, axes=of(world=2))  # noqa: E731 - short
+    for name in (
+        "check_sinks", "be_deterministic", "expand_segments", "_lock_of", "warn_of_memory", "model_directory",
+        "prompts_of", "training_data", "Mesh",
+    ):  # fmt: skip
+        monkeypatch.setattr(run_module, name, nothing)
+    monkeypatch.setattr(torch, "manual_seed", nothing)
+    monkeypatch.setattr(run_module, "held_out_of", lambda *_: {"set": "held out"})
+    scores = of(key=reference, score_named=lambda: calls.append("reference"))
+    fields = of(key="of the fields", score=lambda sets: calls.append(("teacher", len(sets))))
+    monkeypatch.setattr(run_module, "WithReference", lambda config, mesh, sets, cache: scores if len(sets) == 2 else 0)
+    monkeypatch.setattr(run_module, "BatchFields", lambda *_: fields)
+    monkeypatch.setattr(run_module, "check_reference", lambda config, mesh, key: calls.append(("check", key)))
+    monkeypatch.setattr(run_module, "load", lambda *_, **__: "model")
+    prompts = dict(query_prompt="q: ", document_prompt="d: ")
+    monkeypatch.setattr(run_module, "add_embedding_files", added := Mock(side_effect=mw.DataError("it goes on")))
+    config = mw.train.config_of(model="m", out="o", data=[{"path": "x"}], objective="embedding", embedding=prompts)
+    with pytest.raises(mw.DataError, match="it goes on"):
+        Trainer(config)
+    assert calls == [("check", key), "reference", ("teacher", 2)]
+    added.assert_called_once_with("model", **prompts)
+
+
+@pytest.mark.parametrize(
+    ("number", "signal_at", "why", "recorded"),
+    [(0, 15, "signal 15", True), (1, 15, "signal 15", True), (0, None, "", False), (0, 15, "the time limit", False)],
+)
+def test_steps_of_a_run(
+    number: int, signal_at: int | None, why: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes the record and the metrics. A failure is overcome by a step after the last one that was made."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 7}\n')
+    calls: list[Any] = []
+
+    class Loop:
+        def __init__(self, *given: Any) -> None:
+            self.why, self.sinks = why, given[8]
+            given[6].signal = signal_at
+
+        def begin(self, values: Any) -> None:
+            calls.append(("begin", values, len(self.sinks)))
+
+        def steps(self) -> Any:
+            yield "a record"
+
+    monkeypatch.setattr(run_module, "write_record", lambda out, *_: calls.append(("record", out)))
+    monkeypatch.setattr(run_module, "write_thumbnails", lambda out, _: calls.append(("thumbnails", out)))
+    monkeypatch.setattr(run_module.failure, "Overcome", lambda out, reached: calls.append((out, reached)))
+    monkeypatch.setattr(run_module.failure, "record_signal", lambda *given: calls.append(("record_signal", *given)))
+    monkeypatch.setattr(run_module, "Loop", Loop)
+    monkeypatch.setattr(run_module, "_loop_options", lambda _: None)
+    monkeypatch.setattr(run_module, "_speed", lambda _: None)
+    monkeypatch.setattr(run_module, "sinks_of", lambda config, out, first: calls.append(("sinks", first)) or [])
+    monkeypatch.setattr(Trainer, "_start_metrics", lambda self: "values")
+    mesh, feed = of(rank=number), of(close=lambda: calls.append("closed"))
+    config = of(train=of(streams_per_step=8), log=of(every=1, profile=0))
+    trainer = trainer_of(
+        mesh=mesh, model=of(mesh=mesh), out=tmp_path, config=config, data=of(num_steps=40), position=of(stream=24),
+        feed=feed, engine=0, held_out={}, sample=None, prepare=None, sinks=[],
+    )  # fmt: skip
+    assert [*trainer.steps()] == ["a record"]
+    of_rank_0 = [("record", tmp_path), ("thumbnails", tmp_path), (tmp_path, 7), ("sinks", 4)] * (number == 0)
+    signals = [("record_signal", 15, number)] * recorded
+    assert calls == [*of_rank_0, ("begin", "values", 0 if number else 3), *signals, "closed"]
+    assert trainer.why == why
+
+
 # Samples
 
 
@@ -172,7 +267,72 @@ def test_samples_of_each_step_and_seed_differ(monkeypatch: pytest.MonkeyPatch) -
     assert seeds[0] == seeds[4]
 
 
+def test_prompts_that_a_run_cannot_answer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand for images, or leave too few positions for the answer."""
+    monkeypatch.setattr(samples, "tokenizer_of", lambda *_: "words")
+    monkeypatch.setattr(samples, "prompter", lambda *_: lambda text: [*map(int, text.split())])
+    monkeypatch.setattr(samples, "read_config", lambda _: {"max_position_embeddings": 8})
+    monkeypatch.setattr(samples, "text_config", lambda config: config)
+    monkeypatch.setattr(samples, "placeholders_in", lambda _: [7])
+    monkeypatch.setattr(samples, "vocab_size_of", lambda _: 10)
+    monkeypatch.setattr(samples, "stop_ids_of", lambda *_: {9})
+    monkeypatch.setattr(samples, "generation_config_of", lambda _: {})
+    ask = lambda *prompts: samples.prompts_of(  # noqa: E731 - short
+        SampleSection(prompts=[*prompts], tokens=4), SourceSection(path=[]), Path("m")
+    )
+    assert ask() is None
+    made = ask("1 2 3 4", "5")
+    assert made == samples.Prompts(["1 2 3 4", "5"], [[1, 2, 3, 4], [5]], cast(Any, {9}), "words")
+    for wrong, message in (("1 7", "prompt 1 has the token 7"), ("1 2 3 4 5", "prompt 1 has 5 tokens"), ("1 10", "10")):
+        with pytest.raises(mw.DataError, match=f"^the prompts of a sample: .*{message}"):
+            ask("1", wrong)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_samples_are_drawn_as_asked(text: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a run are formatted like its first source."""
+    section = SampleSection(prompts=["a", "b"], tokens=4, top_p=0.5, temperature=0.25)
+    prompts = samples.Prompts(["a", "b"], [[1], [2]], frozenset({9}), of(decode=str))
+    first, last = SourceSection(path=["x"]), SourceSection(path=["y"])
+    trained = of(sources=[first, last], directory="d", load=lambda: "model")
+    monkeypatch.setattr(samples, "TrainedModel", of(at=lambda where: trained if where == "w" else None))
+    monkeypatch.setattr(samples, "prompts_of", asked := Mock(return_value=prompts))
+    monkeypatch.setattr(samples, "sample", drawn := Mock(return_value=[[3, 9], [4]]))
+    assert samples.sample_at("w", section, seed=5, text=text) == [("a", "[3]"), ("b", "[4]")]
+    drawn.assert_called_once_with(
+        "model", [[1], [2]], tokens=4, top_p=0.5, temperature=0.25, stop=frozenset({9}), seed=5
+    )
+    asked.assert_called_once_with(section, SourceSection(path=[], kind="text") if text else first, "d")
+
+
 # Trained models
+
+
+@pytest.mark.parametrize(
+    ("newest", "lora", "expected"),
+    [
+        ("w", None, ("w", "w")),  # no run
+        ("w/checkpoints/step-9", False, ("w/checkpoints/step-9", "w/checkpoints/step-9")),
+        ("w/checkpoints/step-9", True, ("w/checkpoints/step-9", "base")),  # adapters alone are in it
+    ],
+)
+def test_a_path_leads_to_a_model_and_its_base(
+    newest: str, lora: bool | None, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = of(model="base", recipe=Recipe(lora=Lora(rank=3) if lora else None))
+    monkeypatch.setattr(trained_model, "newest_of", lambda _: Path(newest))
+    monkeypatch.setattr(trained_model, "is_checkpoint", lambda _: lora is not None)
+    monkeypatch.setattr(trained_model, "run_of", lambda _: Path("run"))
+    monkeypatch.setattr(trained_model, "read", lambda file: config if file == Path("run/config.toml") else None)
+    made = TrainedModel.at("w")
+    assert (made.where, made.base) == expected
+    assert (made.config, made.lora) == ((None, None) if lora is None else (config, config.recipe.lora))
+
+
+def test_an_adapter_is_added_to_the_base_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    monkeypatch.setattr(trained_model.peft_files, "base_of", lambda where: "base" if where == str(tmp_path) else "")
+    assert TrainedModel.at(str(tmp_path)) == TrainedModel(str(tmp_path), "base", None, Lora(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ def test_transfers_of_a_pipeline() -> None:
         (Pipeline(), 1 - 5 * 3 / ((5 + 2) * 4)),
         (Pipeline(stages=2), 1 - 5 * 3 / ((5 + 1) * 4)),
         (Pipeline("zero-bubble"), 1 - 5 * 3 / ((5 + 2 / 3) * 4)),
+        (Pipeline("v", stages=2), 1 - 5 * 3 / ((5 + 1 / 3) * 4)),
     ],
 )
 def test_quick_bubble(pipeline: Pipeline, bubble: float) -> None:

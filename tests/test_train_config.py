@@ -21,7 +21,7 @@ from meshwright.train.config import Config, TrainSection, declared, named, secti
 from meshwright.train.config_checks import num_tokens
 from meshwright.train.config_docs import _is_fixed, changed_fields, schema
 from meshwright.train.config_file import _independent, as_toml, config_of, read
-from meshwright.train.foreign_names import ELSEWHERE, REFUSED
+from meshwright.train.foreign_names import ELSEWHERE, REFUSED, refusal_of
 from meshwright.train.run import _loop_options
 from tests import write_docs
 from tests.schemas import wrong_by_schema
@@ -351,6 +351,42 @@ def test_names_that_others_use_lead_to_fields() -> None:
     assert not {*ELSEWHERE} & {*REFUSED}
     taken = {place[-1] for place, _ in declared(Config)} - {"optim"}  # as a field, the word means an optimizer
     assert not {*REFUSED} & taken
+    for section, names in OF_OTHERS.items():
+        pairs = [pair.split(":") for pair in names.split()]
+        assert {name: ".".join(ELSEWHERE[name]) for name, _ in pairs} == {name: f"{section}.{to}" for name, to in pairs}
+
+
+# Names in run files of TRL, Axolotl, LLaMA-Factory, torchtitan and Megatron-LM, with our field.
+OF_OTHERS = {
+    "mesh": "dp_shard:fsdp dp_replicate:replicate tensor_parallel_size:tp pp_size:pp cp_size:cp expert_parallel:ep",
+    "optim": "learning_rate:lr lr_scheduler_type:schedule warmup_ratio:warmup min_lr:final max_grad_norm:max_norm "
+    "adam_beta2:betas adam_epsilon:eps wd:weight_decay",
+    "train": "cutoff_len:length global_batch_size:tokens_per_step num_train_epochs:epochs max_steps:steps bf16:dtype "
+    "gradient_checkpointing:recompute torch_compile:compiled patience:early_stopping freeze:train",
+    "save": "save_steps:every save_total_limit:keep",
+    "eval": "eval_steps:every load_best_model_at_end:best val_file:path",
+    "data": "train_file:path chat_template:template columns:fields",
+    "log": "logging_steps:every wandb_project:wandb",
+    "launch": "ddp_timeout:timeout_s",
+    "lora": "lora_rank:rank lora_alpha:alpha target_modules:targets use_rslora:rslora adapter_name_or_path:path",
+    "dpo": "pref_beta:beta pref_loss:kind ref_model:reference rpo_alpha:sft_weight",
+    "simpo": "simpo_gamma:margin",
+    "reward": "center_rewards_coefficient:centre",
+    "distill": "teacher_model:teacher",
+    "classify": "id2label:labels",
+    "embedding": "matryoshka_dims:dims",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("lora_dropout", "dropout of adapters"), ("LoRA-Dropout", "dropout of adapters"), ("zero3", "fsdp of [mesh]"),
+     ("deepspeed_config", "fsdp of [mesh]"), ("packings", ""), ("lr", ""), ("flash-attn", "the fastest attention")],
+)  # fmt: skip
+def test_names_without_a_field_say_why(name: str, why: str) -> None:
+    """Upper case and dashes count as the plain name, and a longer name as its first words."""
+    assert bool(why) == bool(refusal_of(name))
+    assert refusal_of(name).startswith(why)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -252,6 +253,16 @@ def test_metrics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run.engine.max_norm = None
     run.loop._log_step(record, Measured(0, 1.0, 4.0, 7.0, 99, 2, ()))
     assert run.events[3][2]["train/clipped"] == 0
+
+
+def test_the_load_of_the_last_step_is_logged_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped step has none, and the load of an earlier step is not that of the last."""
+    for fails, logged in (([], [("experts", 1), ("experts", 7)]), ([7], [("experts", 1)])):
+        run = Run(monkeypatch, fails=fails, on_nan="skip")
+        step = run.step
+        run.engine.step = lambda batches, step=step: replace(step(batches), expert_load=torch.ones(1, 2))
+        run.loop.run()
+        assert [each for each in run.kinds() if each[0] == "experts"] == logged
 
 
 @pytest.mark.parametrize(

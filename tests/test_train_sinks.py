@@ -67,6 +67,7 @@ def test_a_run_that_goes_on_is_the_same_there(tmp_path: Path, monkeypatch: pytes
         sink.write("step", step, STEP)
     assert begun[0]["id"] == begun[1]["id"]
     assert (begun[0]["project"], begun[0]["resume"], begun[0]["config"]["model"]) == ("runs", "allow", "m")
+    assert (begun[0]["name"], begun[0]["dir"]) == (tmp_path.name, str(tmp_path))
     assert logged == [(step, {"train/loss": 2.0, "experts/max_over_mean": 3.0}) for step in (1, 2)]
     assert not finished
     sink.write("end", 3, {"why": ""})
