@@ -114,7 +114,7 @@ class Blueprint:
         more = self._trained_by(named) if named else []
         new = {p.name for p in self.table if p.optional} if self.keymap.source is None else self.keymap.fresh
         whole = {*new, *more, *(p.name for p in self.table if p.name.startswith(MTP) and p.trains == ALWAYS)}
-        return [p.name for p in self.table if p.adapter or p.name in whole]
+        return [p.name for p in self.table if p.adapter or (p.name in whole and p.trains != NEVER)]
 
     def _trained_by(self, patterns: Sequence[str]) -> list[str]:
         """Return the parameters that patterns train: none without a gradient, and a table only if a pattern names

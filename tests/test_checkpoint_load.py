@@ -152,21 +152,25 @@ def what_readers_say(step: Path) -> dict[str, str]:
 
 @worlds.world(1)
 def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(step.parent / "step-000001")
-    for file in ("exp_avg/model.safetensors", "trainer.json", "runs/00000.json"):
+    folder = step.parent.rename(step.parent.with_name("checkpoints"))
+    run, step, older = folder.parent, folder / step.name, folder / "step-000001"
+    (run / "config.toml").touch()
+    engine = engine_of(older)
+    for file, place in (("exp_avg/model.safetensors", folder), ("trainer.json", run), ("runs/00000.json", folder)):
         flip(step / file, (step / file).stat().st_size // 2)
         damaged = (step / file).read_bytes()
-        assert mw.resume(engine, step.parent).directory == step.parent / "step-000001"
+        assert mw.resume(engine, place).directory == older
         assert re.search(words("step-000002 is damaged", "left as it is", re.escape(file)), caplog.text)
         assert (step / file).read_bytes() == damaged
         engine.step(tiny.batches(1))
         assert re.search(words("^BrokenCheckpointError", re.escape(file)), error_of(lambda: mw.resume(engine, step)))
         flip(step / file, (step / file).stat().st_size // 2)
         caplog.clear()
-    for each in (step, step.parent / "step-000001"):
+    for each in (step, older):
         flip(each / "master" / "model.safetensors", 30_000)
-    message = error_of(lambda: mw.resume(engine, step.parent))
-    assert "no complete checkpoint (step-000002, step-000001: damaged)" in message
+    for place in (folder, run):
+        message = error_of(lambda place=place: mw.resume(engine, place))
+        assert "no complete checkpoint (step-000002, step-000001: damaged)" in message
 
 
 def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:

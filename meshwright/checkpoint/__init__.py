@@ -31,6 +31,7 @@ from .restore import (
     RestoreTarget,
     check_frozen,
     extents_of_model,
+    is_named,
     open_newest,
     pass_over,
     restore,

@@ -45,7 +45,7 @@ from ..weights import (
     read_json,
 )
 from .content import MASTER, RANDOM, RANDOM_FILE, WEIGHTS
-from .folder import find, is_checkpoint, newest_whole
+from .folder import CHECKPOINTS, find, is_checkpoint, newest_whole
 from .manifest import Manifest, check_files, check_name, check_sizes, read_manifest, read_parts
 
 Made = TypeVar("Made")
@@ -117,13 +117,18 @@ def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
             pass_over(directory, path, error, damaged)
 
 
+def is_named(directory: Path, path: Path) -> bool:
+    """Return whether the user named exactly this checkpoint, and not its folder or its run."""
+    return path.parent not in (directory, directory / CHECKPOINTS)
+
+
 def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged: list[Path]) -> None:
     """Record a damaged checkpoint of a folder, so that an older one is tried. Raise if the user named exactly this
     checkpoint.
 
     The damaged directory stays: it is evidence, and parts of it may be needed.
     """
-    if path.parent != directory:
+    if is_named(directory, path):
         raise error
     logger.warning("%s is damaged (it is left as it is); trying an older checkpoint: %s", path, error)
     damaged.append(path)

@@ -256,7 +256,7 @@ def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str
         except BrokenCheckpointError as error:
             # A checkpoint that was named itself has no replacement: all ranks raise. In a folder rank 0 notes it as
             # damaged, and the next turn of the loop opens the one before.
-            if source.directory.parent != path or model.mesh.rank == 0:
+            if disk.is_named(path, source.directory) or model.mesh.rank == 0:
                 disk.pass_over(path, source.directory, error, damaged)
 
 
