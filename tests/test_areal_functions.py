@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, patch
@@ -185,13 +186,19 @@ def test_micro_batches_follow_the_spec(
     spec = fake_areal.MicroBatchSpec(max_tokens_per_mb=most, n_mbs=n_mbs)
     config = fake_areal.TrainEngineConfig(mb_spec=spec, pad_to_maximum=pads, is_critic=critic)
     agreed = MagicMock(return_value=[[1], [2, 0]])
-    with patch.object(module, "_agreed", agreed), patch.object(module.jagged, "packed") as packed:
+    moved = lambda self, device: replace(self, mb_spec=device)  # noqa: E731 - short
+    with (
+        patch.object(module, "_agreed", agreed),
+        patch.object(module.jagged, "packed") as packed,
+        patch.object(fake_areal.MicroBatchList, "to", moved),
+    ):
         actual = module.micro_batches(fake_mesh(), rows(2, 4, 1), config, 8)
     assert agreed.call_args.args[1:] == ([2, 4, 1], spec, wanted[1])
     _, documents, multiple, least = packed.call_args.args
     assert [[x.tolist() for x in each] for each in documents] == [[[20, 21, 22, 23]], [[30], [10, 11]]]
     assert (multiple, least, packed.call_args.kwargs) == (8, wanted[0], dict(values=critic))
     assert (actual.sizes, actual.meta, actual.batches) == ([2, 4, 1], None, packed.return_value)
+    assert actual.cut.mb_spec == torch.device("cpu"), "losses get what is on the device of the mesh"
     scores = actual.scores(1, {"logprobs": torch.arange(6), "entropy": torch.arange(6) + 10})
     assert {name: x.tolist() for name, x in scores.items()} == {"logprobs": [0, 1, 2], "entropy": [10, 11, 12]}
 
@@ -344,9 +351,27 @@ def test_a_step_reports_its_norm_and_learning_rate(norm: float, applied: float) 
     assert (engine._num_scheduled, engine._engine.lr) == (2, 1.5)
 
 
+def test_a_second_connection_knows_the_first_one() -> None:
+    module, rollout = part("engine"), MagicMock(side_effect=["first", "second"])
+    engine = bare(mesh="mesh", _rollout=None, _cpu_group="hosts", config=fake_areal.TrainEngineConfig())
+    meta = fake_areal.WeightUpdateMeta("disk")
+    with (
+        patch.object(module.areal_weights, "connected", rollout),
+        patch.multiple(module, dist=MagicMock(), DistRolloutCoordinator=MagicMock()),
+    ):
+        for name in ("a", "b"):
+            engine.connect_engine(name, meta)
+            assert module.dist.mock_calls.pop() == call.barrier(group="hosts")
+            made = module.DistRolloutCoordinator
+            assert made.call_args == call(rollout_engine=name, train_engine=engine)
+            assert engine._coordinator is made.return_value
+    assert rollout.call_args_list == [call("mesh", "a", meta, None), call("mesh", "b", meta, "first")]
+    assert engine._rollout == "second"
+
+
 def test_an_update_of_weights_knows_the_version_and_the_config() -> None:
     engine = bare(
-        _rollout=MagicMock(), model="model", _version=7, is_offload=False, _cpu_group="hosts",
+        _rollout=MagicMock(), model=MagicMock(), _engine=None, _version=7, is_offload=True, _cpu_group="hosts",
         config=fake_areal.TrainEngineConfig(),
     )  # fmt: skip
     allocation = SimpleNamespace(parallel=SimpleNamespace(pipeline_parallel_size=1))
@@ -355,9 +380,11 @@ def test_an_update_of_weights_knows_the_version_and_the_config() -> None:
         with patch.object(part("engine"), "dist") as dist:
             engine.update_weights(meta)
         assert dist.mock_calls == [call.barrier(group="hosts")]
-        given = ("model", meta, engine.config)
+        given = (engine.model, meta, engine.config)
         wanted = call.update_from_disk(*given, 7) if kind == "disk" else call.update_over_group(*given)
         assert engine._rollout.mock_calls.pop() == wanted
+        assert engine.model.mock_calls.pop() == call.sleep()
+        assert engine.model.mock_calls.pop() == call.wake()
 
 
 def test_a_checkpoint_restores_the_schedule() -> None:
@@ -378,12 +405,25 @@ def test_a_checkpoint_restores_the_schedule() -> None:
         assert (engine._num_scheduled, engine._engine.lr) == (steps, 0.75 * steps)
 
 
+@pytest.mark.parametrize("act", ["save", "load"])
+@pytest.mark.parametrize("with_optim", [False, True])
+def test_a_format_that_areal_does_not_know_is_refused(act: str, with_optim: bool) -> None:
+    with pytest.raises(mw.ConfigError, match="weight_format='gguf' is unknown"):
+        getattr(bare(), act)(fake_areal.SaveLoadMeta("p", "gguf", with_optim))
+
+
+@pytest.mark.parametrize(("critic", "temperature"), [(False, 0.7), (True, 1.0)])
+def test_values_have_no_temperature(critic: bool, temperature: float) -> None:
+    assert bare(config=SimpleNamespace(is_critic=critic, temperature=0.7))._temperature == temperature
+
+
 @pytest.mark.parametrize(("wanted", "fits"), [([2, 3], True), ([3], True), (None, True), ([3, 2], False), ([], False)])
 def test_lengths_of_outputs_are_those_of_rows_or_of_trajectories(wanted: Any, fits: bool) -> None:
     module = part("engine")
     cut = SimpleNamespace(forward_indices=[1, 0], backward_indices=[1, 0])
     given = SimpleNamespace(sizes=[2, 3], cut=cut, batches=["b"], meta=[(2, 3)], scores=lambda number, each: each)
-    engine = bare(is_offload=False, model="m", config=SimpleNamespace(is_critic=False, temperature=0.7))
+    model = MagicMock()
+    engine = bare(is_offload=True, model=model, _engine=None, config=SimpleNamespace(is_critic=False, temperature=0.7))
     engine._micro_batches = lambda _: given
     scores = [{"logprobs": torch.tensor([1.0, 2, 3, 4, 5])}]
     act = lambda: engine.forward_batch([rows(2, 3, width=3)], wanted)  # noqa: E731 - short
@@ -393,13 +433,13 @@ def test_lengths_of_outputs_are_those_of_rows_or_of_trajectories(wanted: Any, fi
                 act()
             return
         (actual,) = act()
-    assert call_of.call_args == call("m", ["b"], 0.7)
+    assert (call_of.call_args, model.wake.called) == (call(model, ["b"], 0.7), True)
     assert actual.tolist() == [[4.0, 5.0, 0.0], [1.0, 2.0, 3.0]]
 
 
 def weighted(weights: Sequence[float], gathered: Callable[[tuple[float, ...]], list[list[float]]]) -> Any:
     """The loss of micro-batches with these weights, while other data ranks have more."""
-    over = lambda own, axes, at: torch.tensor(gathered(own))  # noqa: E731 - short
+    over = lambda own, axes, at: torch.tensor(gathered(own)) if axes == ("replicate", "fsdp") else None  # noqa: E731
     mbs = [{"weight": weight} for weight in weights]
     given = SimpleNamespace(cut=SimpleNamespace(mbs=mbs), scores=lambda number, each: each)
     engine = bare(mesh=fake_mesh(all_gather_on_hosts=over), config=SimpleNamespace(is_critic=False))
@@ -414,6 +454,23 @@ def test_a_micro_batch_has_its_share_of_the_weight_of_all_data_ranks() -> None:
     assert float(loss(0, scores)) == pytest.approx((101 - 30 + 2) * 2 / 12)
     assert float(loss(1, scores)) == 0.0
     assert float(loss(2, scores)) == pytest.approx((101 - 30 + 3) * 3 / 12)
+
+
+def test_a_loss_is_judged_over_all_data_ranks() -> None:
+    """The model was offloaded; the losses of this rank's micro-batches are 1 and 2, and another data rank has 7."""
+    module, model = part("engine"), MagicMock()
+    over = lambda own, axes, at: torch.tensor([[*own], [7.0]]) if axes == ("replicate", "fsdp") else None  # noqa: E731
+    engine = bare(
+        mesh=fake_mesh(all_gather_on_hosts=over), is_offload=True, model=model, _engine=None,
+        config=SimpleNamespace(is_critic=False, temperature=0.7), _micro_batches=lambda _: SimpleNamespace(batches="b"),
+        _loss=lambda *_: "loss",
+    )  # fmt: skip
+    losses = MagicMock(return_value=[torch.tensor(1.0), torch.tensor(2.0)])
+    with patch.object(module.jagged, "scores") as scores, patch.object(module.jagged, "losses_of", losses):
+        actual = engine.eval_batch("data", "loss function", "weights")
+    assert (float(actual), actual.dtype) == (10.0, torch.float32)
+    assert (scores.call_args, model.wake.called) == (call(model, "b", 0.7), True)
+    assert losses.call_args == call(engine.mesh, "loss", scores.return_value)
 
 
 @pytest.mark.parametrize("total", [0.0, float("nan"), -1.0])

@@ -78,23 +78,31 @@ def test_a_store_of_its_own_is_asked_for_while_the_body_runs(before: str | None)
         assert os.environ.get(name) == before
 
 
+class Slow(fake_areal.Servers):
+    """Servers that have read or received only once their answer was waited for."""
+
+    def _note(self, call: str) -> Any:
+        self.calls.append(call)
+        return SimpleNamespace(result=lambda: self.calls.append(f"{call}, done"))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_servers_read_weights_from_disk_between_pause_and_continue(rank: int) -> None:
-    module, servers, published = part("weights"), fake_areal.Servers(), MagicMock()
+    module, servers, published = part("weights"), Slow(), MagicMock()
     meta = fake_areal.WeightUpdateMeta("disk", "p")
     config = fake_areal.TrainEngineConfig(experiment_name="e", trial_name="t")
     with patch.object(module, "export") as export, patch.object(module.name_resolve, "add", published):
         export.side_effect = lambda *_: servers.calls.append("export")
         module.Rollout(fake_mesh(rank), servers).update_from_disk("model", meta, config, 7)
     assert export.call_args == call("model", module.SaveLoadMeta("p", "hf", with_optim=False), config)
-    assert servers.calls == ["export", *(["pause", "read p", "continue"] if rank == 0 else [])]
+    assert servers.calls == ["export", *(["pause", "read p", "read p, done", "continue"] if rank == 0 else [])]
     if rank == 0:
         assert (published.call_args.args[0], published.call_args.kwargs) == ("e/t/7", dict(keepalive_ttl=120))
 
 
 @pytest.mark.parametrize(("rank", "fails"), [(0, False), (1, False), (0, True)])
 def test_all_ranks_read_the_stream_of_weights_to_its_end(rank: int, fails: bool) -> None:
-    module, servers, group = part("weights"), fake_areal.Servers(), fake_areal.Group()
+    module, servers, group = part("weights"), Slow(), fake_areal.Group()
     left = iter([("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.ones(1))])
     if fails:
         group.broadcast = MagicMock(side_effect=RuntimeError("lost"))  # type: ignore[method-assign]
@@ -110,7 +118,8 @@ def test_all_ranks_read_the_stream_of_weights_to_its_end(rank: int, fails: bool)
     assert stream.call_args == call("model", dtype=torch.bfloat16)
     assert next(left, None) is None
     if not fails:
-        assert servers.calls == (["pause", "receive", "receive", "receive", "continue"] if rank == 0 else [])
+        each = ["receive", "receive, done"]  # no bucket is sent before the one before was taken
+        assert servers.calls == (["pause", *each, *each, *each, "continue"] if rank == 0 else [])
         sizes = [(spec.name, spec.shape, spec.dtype) for specs in servers.specs for spec in specs]
         wanted = [("a", (2, 3), "float32"), ("b", (4,), "bfloat16"), ("c", (1,), "float32")]
         assert sizes == (wanted if rank == 0 else [])

@@ -242,6 +242,13 @@ def test_options_of_a_chat(monkeypatch: pytest.MonkeyPatch, option: list[str], t
     assert asked == [(("m", decoding), dict(system="S", thinking=thinking))]
 
 
+def test_an_image_is_shown_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, shown = session(monkeypatch, Says("plain")), list[str]()
+    monkeypatch.setattr(chat, "show", shown.append)
+    assert chat_command._take(chat, "/image  a cat.png")
+    assert shown == ["a cat.png"]
+
+
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_terminal: bool) -> None:
     """Commands, empty lines, a message that begins with a slash; an error ends a pipe, and not a terminal."""
@@ -265,3 +272,17 @@ def test_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert shown.out == ("one\ntwo\nthree\n" if on_terminal else "one\ntwo\n")
     assert says.asked[1].count("user") == 2
     assert not on_terminal or says.asked[2] == says.asked[0]
+
+
+def test_ctrl_d_ends_the_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = iter(["a", KeyboardInterrupt(), "b", EOFError(), "never"])
+
+    def line(_prompt: str) -> str:
+        each = next(typed)
+        if isinstance(each, BaseException):
+            raise each
+        return each
+
+    monkeypatch.setattr("builtins.input", line)
+    assert [*chat_command._typed()] == ["a", "b"]
+    assert capsys.readouterr().err == "\n/exit or Ctrl-D ends the chat\n\n"

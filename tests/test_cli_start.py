@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -40,6 +42,21 @@ def test_public_names_are_loaded_on_first_use() -> None:
     with pytest.raises(AttributeError, match="'meshwright' has no attribute 'generate'"):
         mw.generate  # noqa: B018 - it is the attribute that is looked for
     assert not hasattr(mw, "__wrapped__")
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for a public name that does not exist."""
+
+    real = importlib.import_module
+
+    def imported(name: str, package: str) -> ModuleType:
+        if name == ".api":
+            return real(name, package)
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        mw.generate  # noqa: B018 - it is the attribute that is looked for
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from tests import fake_areal, fake_verl
         (dict(tp=4), 2, dict(tp=4, fsdp=1)),
         (dict(fsdp=None, pp=None, tp=3), 6, dict(tp=3, fsdp=2)),
         (dict(fsdp=3, tp=2), 6, dict(fsdp=3, tp=2)),
+        (dict(fsdp=2, tp=2), 8, dict(fsdp=2, tp=2)),  # the mesh refuses it, since it does not take all ranks
         (dict(pp=0), 2, dict(pp=0, fsdp=2)),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,6 +224,18 @@ def test_a_long_wait_inside_a_call_is_logged_once(
     assert (spoken, len(tells)) == (said, 2)
 
 
+def test_heartbeats_end_with_the_store() -> None:
+    tells: list[int] = []
+
+    def tell() -> None:
+        tells.append(1)
+        raise dist.DistNetworkError("the store is gone")
+
+    watch: Any = SimpleNamespace(_over=SimpleNamespace(wait=lambda _: len(tells) > 1), ranks=(0,), tell=tell, loud="")
+    Watch._beat(watch)
+    assert tells == [1]
+
+
 def test_one_rank_makes_the_diagnosis_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     store, tells, made = HashStore(), list[int](), iter(["first", "second"])
     looked: list[Any] = []
@@ -230,7 +245,7 @@ def test_one_rank_makes_the_diagnosis_of_all(monkeypatch: pytest.MonkeyPatch) ->
         return next(made)
 
     monkeypatch.setattr(heartbeat, "look_twice", look)
-    monkeypatch.setattr(heartbeat, "_patience_s", lambda _: 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.004)
     watch: Any = SimpleNamespace(store=store, ranks=(2, 5), timeout_s=30.0, tell=lambda: tells.append(1))
     first, other, late = [""], [""], [""]
     Watch._ask(watch, first)
@@ -239,6 +254,62 @@ def test_one_rank_makes_the_diagnosis_of_all(monkeypatch: pytest.MonkeyPatch) ->
     Watch._ask(watch, late)
     assert (first, other, late) == (["", "first"], ["", "first"], ["", "second"])
     assert (looked, len(tells)) == ([((2, 5), 30.0)] * 2, 3)
+
+
+@pytest.mark.parametrize(("after_s", "answer"), [(3.6, "of the first rank"), (9.0, "of its own")])
+def test_other_ranks_wait_for_the_first_diagnosis(monkeypatch: pytest.MonkeyPatch, after_s: float, answer: str) -> None:
+    """They wait for 1.5 times the 2.5 seconds that the first rank needs at least."""
+    store, clock, answers = HashStore(), SimpleNamespace(now=0.0), [""]
+    store.add("diagnosing", 1)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now >= after_s:
+            store.set("diagnosis", "of the first rank")
+
+    monkeypatch.setattr(heartbeat, "BEAT_S", 1.0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(heartbeat, "look_twice", lambda *_: "of its own")
+    watch: Any = SimpleNamespace(store=store, ranks=(0, 1), timeout_s=30.0, tell=lambda: None)
+    Watch._ask(watch, answers)
+    assert answers == ["", answer]
+    assert clock.now == pytest.approx(3.6 if answer == "of the first rank" else 3.8)
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(2, 8.0), (4000, 23.0)])
+def test_a_large_mesh_has_more_time_for_its_diagnosis(
+    monkeypatch: pytest.MonkeyPatch, size: int, seconds: float
+) -> None:
+    waited: list[float] = []
+    thread = SimpleNamespace(start=lambda: None, join=waited.append)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 1.0)
+    monkeypatch.setattr(heartbeat, "threading", SimpleNamespace(Thread=lambda **_: thread))
+    monkeypatch.setattr(heartbeat, "heartbeat", lambda: at(WAITS))
+    watch: Any = SimpleNamespace(rank=1, ranks=tuple(range(size)), _elsewhere=lambda: "", _ask=None)
+    assert "no answer from the store" in Watch.diagnosis(watch)
+    assert waited == [seconds]
+
+
+def test_a_rank_writes_its_first_heartbeat_as_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, threads = HashStore(), list[Any]()
+    own = SimpleNamespace(clone=lambda: store)
+    started = SimpleNamespace(start=lambda: threads.append("started"))
+    monkeypatch.setattr(heartbeat, "position", heartbeat._Position())
+    monkeypatch.setattr(heartbeat, "threading", SimpleNamespace(
+        Event=threading.Event, Thread=lambda **given: threads.append(given) or started))  # fmt: skip
+    watch = Watch(own, 5, [3, 5], 30.0, "loud")  # type: ignore[arg-type] # a stand-in for the store of the mesh
+    read = heartbeat.heartbeats(PrefixStore(heartbeat.PREFIX, store), [3, 5])
+    assert (read[3], read[5] and (read[5].state, read[5].at)) == (None, (WORKS, "after joining the run"))
+    assert (watch.rank, watch.ranks, watch.timeout_s, watch.loud) == (5, (3, 5), 30.0, "loud")
+    assert watch.store.timeout == timedelta(seconds=heartbeat._STORE_S)
+    assert threads == [dict(target=watch._beat, name="heartbeat", daemon=True), "started"]
+
+
+def test_a_table_of_processes_is_of_a_boot_and_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = heartbeat._home.__wrapped__
+    assert home() == Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    monkeypatch.setattr(heartbeat, "Path", lambda _: Path("/no/such/file"))
+    assert home() == "", "a system without /proc has no name for it"
 
 
 def test_heartbeats_in_the_store() -> None:

@@ -243,12 +243,14 @@ def test_every_other_rank_names_it(
     [
         (["meshwright/mesh/local_collectives.py", "torch/_ops.py", "meshwright/parallel/fsdp.py"], (WAITS, "FSDP")),
         (["work/train.py"], (WORKS, "train.py:7 in inner")),
+        (["torch/distributed/distributed_c10d.py", "work/train.py"], (WAITS, "train.py:7 in inner")),
+        (["torch/nn/functional.py", "transformers/trainer.py", "work/train.py"], (WORKS, "train.py:7 in inner")),
         (["meshwright/parallel/fp8_gather.py"], (WORKS, "fp8_gather.py:7 in inner")),
     ],
 )
 def test_a_hook_that_fsdp_calls_is_no_waiting(inner: list[str], place: tuple[str, str]) -> None:
-    site = heartbeat._FOREIGN[1]
-    files = [f"{site}/{file}" if file.startswith("torch") else f"/{file}" for file in inner]
+    site = Path(torch.__file__).parents[1]
+    files = [f"{site}/{file}" if file.startswith(("torch", "transformers")) else f"/{file}" for file in inner]
     outer = [f"{site}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "/work/train.py"]
     assert heartbeat._look((file, 7, "inner") for file in files + outer) == place
 

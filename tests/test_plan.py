@@ -274,7 +274,8 @@ def test_the_choices_work() -> None:
 def test_refusals_for_a_program(capsys: Capture) -> None:
     code, out, _ = planned(capsys, "tiny-qwen3", "--mesh", "tp=3,ep=5", "--json")
     assert code == 2
-    assert len(json.loads(out)["refused"]) == 2
+    result = json.loads(out)
+    assert (len(result["refused"]), result["model"], result["mesh"]) == (2, "tiny-qwen3", {"tp": 3, "ep": 5})
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])

@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.recipe import (
     SCHEDULES,
     ContextParallel,
+    Lora,
     MemoryOptions,
     Pipeline,
     Recipe,
@@ -90,6 +91,8 @@ FIELDS_SET = {
     "--token-once-a-node 8 --narrow-grads": Recipe(memory=MemoryOptions(token_once=8, narrow_grads=True)),
     "--schedule v --ends 3,7 --no-hold": Recipe(pipeline=Pipeline("v", 2, (3, 7), hold=False)),
     "--context attention=1,delta=2": Recipe(context=ContextParallel(1, 2)),
+    "--lora": Recipe(lora=Lora()),
+    "--lora-rank 3 --lora-rslora": Recipe(lora=Lora(rank=3, rslora=True)),
 }
 
 
@@ -108,8 +111,20 @@ def test_an_option_of_an_axis_that_is_missing_is_refused(line: str, axis: str) -
     add_recipe(parser)
     options = vars(parser.parse_args(line.split()))
     check_axes(options, {"pp": 2, "cp": 2})
-    with pytest.raises(ConfigError, match=f"{line.split()[0].replace('no-', '')}.*{axis} or more"):
-        check_axes(options, {"fsdp": 2})
+    for sizes in ({"fsdp": 2}, {"fsdp": 2, "pp": 1, "cp": 1}):
+        with pytest.raises(ConfigError, match=f"{line.split()[0].replace('no-', '')}.*{axis} or more"):
+            check_axes(options, sizes)
+
+
+@pytest.mark.parametrize(
+    "text", ["attention", "attention=", "attention=-1", "attention=1e1", "mixer=1", "delta=1000000000"]
+)
+def test_a_context_that_is_no_mixer_with_a_size_is_refused(text: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    recipe_of(vars(parser.parse_args(["--context", "delta=999999999,"])))
+    with pytest.raises(ConfigError, match=f"'{text}' is not MIXER=N"):
+        recipe_of(vars(parser.parse_args(["--context", f"delta=1,{text}"])))
 
 
 def test_a_run_file_makes_a_recipe(tmp_path: Path) -> None:

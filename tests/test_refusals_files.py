@@ -289,12 +289,15 @@ def test_a_store_that_changes_a_manifest(tmp_path: Path, monkeypatch: pytest.Mon
 # Weights for other processes
 
 
-def test_shared_memory_that_cannot_be_had() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_shared_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, made, create = resource.getrlimit(resource.RLIMIT_FSIZE), list[int](), os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name: made.append(create(name)) or made[-1])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(RankError, match=r"no 1,048,577 bytes of shared memory: .*smaller bucket_bytes="):
             make((1 << 20) + 1, CPU)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(made[0])
         _, _, handle = make(1 << 20, CPU)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -57,7 +57,7 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
     ]  # fmt: skip
     text, time = "", 0.0
     for first, last, mesh, why in begun:
-        about = {"num_steps": 60, "world": 2, "mesh": mesh, "from": first, "experts": {"num": 8, "top_k": 1}}
+        about = {"num_steps": 90, "world": 2, "mesh": mesh, "from": first, "experts": {"num": 8, "top_k": 1}}
         text += line("start", first, **about, time=(time := time + 1000))
         for step in range(first + 1, last + 1):
             used = {"experts/max_over_mean": [1.0, 7.5], "experts/dead": 3} if step > 20 else {}
@@ -216,9 +216,11 @@ def test_tiles(tmp_path: Path) -> None:
         for step, rate in enumerate((9_000, 1_000, None, 300_000, 2_000, 20_000), 1)
     ]  # fmt: skip
     (tmp_path / "layout.json").write_text(json.dumps({"parameters": 2_000_000, "trained": 500_000}))
-    run = run_of(tmp_path, line("start", 0), line("start", 0), *steps)
+    held_out = line("eval", 3, **{"eval/a/loss": 0.75, "eval/b/loss": 0.25})
+    run = run_of(tmp_path, line("start", 0), line("start", 0), *steps, held_out)
     expected = {
-        "loss of the last step": "0.1667", "tokens trained on": "9 k", "tokens a second, median": "9 k",
+        "loss of the last step": "0.1667", "lowest held-out loss, step 3": "0.5000",
+        "tokens trained on": "9 k", "tokens a second, median": "9 k",
         "MFU, median": "0.9%", "peak memory of a rank": "6.0 GB", "parameters, 500 k trained": "2 M",
         "took, in 2 starts": "0:03:00",
     }  # fmt: skip
@@ -229,14 +231,16 @@ def test_tiles(tmp_path: Path) -> None:
 
 def test_outputs_are_of_a_run_that_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a run whose last start writes no checkpoints cannot be sampled from."""
-    for name in ("export", "checkpoints/step-000001", "checkpoints/step-000002", "best/step-000001"):
+    folders = ("export", "checkpoints/.step-000003", "checkpoints/step-000001", "checkpoints/step-000002")
+    for name in (*folders, "best/step-000001"):
         (tmp_path / name).mkdir(parents=True)
     newest = lambda folder: max(folder.iterdir(), default=None)  # noqa: E731 - short
     monkeypatch.setattr("meshwright.report.end_of_run.newest_whole", newest)
     step = line("step", 2, **{"train/loss": 1.0})
 
-    def words_of(why: str, *writes: bool) -> str:
-        starts = (line("start", n, num_steps=9, writes=each, **{"from": n}) for n, each in enumerate(writes))
+    def words_of(why: str, *writes: bool | None) -> str:
+        said = [{} if each is None else {"writes": each} for each in writes]
+        starts = (line("start", n, num_steps=9, **each, **{"from": n}) for n, each in enumerate(said))
         run_of(tmp_path, *starts, step, line("end", 2, why=why))
         return "\n".join(last_words(tmp_path, "x"))
 
@@ -248,6 +252,12 @@ def test_outputs_are_of_a_run_that_ended_well(tmp_path: Path, monkeypatch: pytes
     assert "  export " in words_of("early stopping", True)
     assert "  export " not in words_of("signal 15", True)
     assert words_of("", True, False).endswith("report x")
+    assert "sample x" in words_of("")
+    assert "sample x" in words_of("", False, None), "an old version does not say whether it writes"
+    for left, sampled in ((["checkpoints"], True), (["best"], False), ([], False)):
+        whole = lambda folder, left=left: folder / "step-000001" if folder.name in left else None  # noqa: E731 - short
+        monkeypatch.setattr("meshwright.report.end_of_run.newest_whole", whole)
+        assert ("sample x" in words_of("", True)) is sampled
 
 
 def test_samples_of_many_steps(tmp_path: Path) -> None:
@@ -263,7 +273,7 @@ def test_curves_of_held_out_sets_are_in_the_order_of_their_names() -> None:
     """Names of other figures, and of sets that come later, do not disturb it."""
     names = "zebracdfghij"
     lines = [{"step": 1, **{f"eval/{name}/loss": 1.0 for name in names[:6]}, "eval/a/accuracy": 0.5},
-             {"step": 2, **{f"eval/{name}/loss": 2.0 for name in names[6:]}}]  # fmt: skip
+             {"step": 2, **{f"eval/{name}/loss": 2.0 for name in names[6:]}, "eval/a/mtp_loss": 3.0}]  # fmt: skip
     curves = list(series._held_out_curves("loss", 3, Run("r", {"eval": lines}), 100))
     assert [curve["label"] for curve in curves] == [f"r: {name}" for name in sorted(names)]
     assert all((curve["run"], curve["points"]) == (3, True) for curve in curves)

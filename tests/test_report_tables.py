@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,17 @@ def test_types_and_ranges_of_fields(name: str, value: Any, valid: bool) -> None:
 
 
 def test_numbers_of_64_bits_are_read_and_larger_ones_are_not(tmp_path: Path) -> None:
-    values = {"a/a": 2**62, "a/b": 2**63, "a/c": 2.5e38, "a/d": 4e38}
+    values = {"a/a": 2**62, "a/b": 2**63, "a/c": 2.5e38, "a/d": 4e38, "a/e": -(2**63), "a/f": -4e38}
     (step,) = run_of(tmp_path, line("step", 1, **values)).of("step")
-    assert [step[name] for name in values] == [2**62, None, 2.5e38, None]
+    assert [step[name] for name in values] == [2**62, None, 2.5e38, None, None, None]
+
+
+def test_texts_that_were_torn_inside_a_character_are_read(tmp_path: Path) -> None:
+    (tmp_path / "failure.txt").write_bytes(b"rank 1 \xff died")
+    (tmp_path / "metrics.jsonl").write_bytes(line("step", 1).encode() + b'{"kind": "sample", "text": "\xc3')
+    run = read_folder(tmp_path)
+    assert [each["step"] for each in run.of("step")] == [1]
+    assert run.failure == "rank 1 \ufffd died"
 
 
 def test_a_resumed_run_forgets_what_it_repeats(tmp_path: Path) -> None:
@@ -143,6 +153,10 @@ def test_the_table_of_starts() -> None:
     assert [row[5].text for row in rows] == ["ended by signal 15", "no end is written yet"]
 
 
+def test_a_time_has_hours_and_minutes() -> None:
+    assert summary.when(datetime(2026, 3, 4, 5, 6).timestamp()) == "2026-03-04 05:06"
+
+
 def test_held_out_losses_and_environment() -> None:
     lines = [
         {"step": 5, "eval/b/loss": 0.5, "train/loss": 1.0},
@@ -213,13 +227,14 @@ def test_config_fields_that_differ() -> None:
     """A broken config has no fields; output and logging do not count, but names with the same beginning do."""
     configs = [
         "steps = [1, 2]\nout = 'a'\noutput = 1\nlogs = 1\n[log]\nevery = 1\n[[data]]\nx = 1\n[[data]]\nx = false",
-        "steps = [1, 3]\nout = 'b'\nlogs = 2\n[[data]]\nx = 1\n[[data]]\nx = true",
+        "steps = [1, 3]\nout = 'b'\nlogs = 2\nseed = 7\n[[data]]\nx = 1\n[[data]]\nx = true",
         "==",
     ]
     rows = summary.differing_fields([Run("r", {}, {"config.toml": text}) for text in configs])
     assert rows == [
         ["steps", "[1, 2]", "[1, 3]", ""], ["output", "1", "", ""], ["logs", "1", "2", ""],
         ["data[0].x", "1", "1", ""], ["data[1].x", "false", "true", ""],
+        ["seed", "", "7", ""],
     ]  # fmt: skip
 
 
@@ -301,10 +316,10 @@ def test_marks_name_a_mesh_only_where_it_changes() -> None:
 def test_curves_that_share_axes() -> None:
     """A step of a curve is an index into the steps of its own run; a step with only an evaluation has one too."""
     curves = {"a": [{"run": 0, "step": [9]}, {"run": 1, "step": [2, 6]}], "b": [{"run": 1, "step": [2, 4, 6]}]}
-    steps = [{"step": n, "train/tokens": 3 * n, "time": 10.0 + n} for n in (2, 4)]
+    steps = [{"step": n, "train/tokens": 3 * n, "time": 10.0 + 1.26 * n} for n in (2, 4)]
     run = Run("r", {"step": steps, "eval": [{"step": 4, "time": 99.0}, {"step": 6}]})
     assert series._shared_axes(1, run, curves) == {
-        "step": [2, 4, 6], "tokens": [6, 12, None], "time": [0.0, 2.0, 0.0]
+        "step": [2, 4, 6], "tokens": [6, 12, None], "time": [0.0, 2.5, 0.0]
     }  # fmt: skip
     assert curves == {"a": [{"run": 0, "step": [9]}, {"run": 1, "at": [0, 2]}], "b": [{"run": 1, "at": None}]}
 
@@ -328,6 +343,14 @@ def test_loads_of_experts_are_evenly_spaced_steps() -> None:
     steps_of = lambda room: series._expert_loads(run, room)["steps"]  # type: ignore[index] # noqa: E731 - it has loads
     assert (steps_of(1000), steps_of(12), steps_of(1)) == ([*range(1, 8)], [1, 4, 7], [1, 7])
     assert series._expert_loads(Run("r", {"experts": lines[-2:]}), 9) is None
+
+
+def test_runs_share_the_room_of_heat_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "_MATRIX_NUMBERS", 24)
+    lines = {"step": [{"step": 1}], "experts": [{"step": n, "load": [[1, 1], [1, 1]]} for n in range(1, 10)]}
+    for num, shown in ((1, 6), (2, 3), (5, 2)):
+        experts = series.chart_data([Run("r", lines)] * num)["experts"]
+        assert [len(each["steps"]) for each in experts] == [shown] * num
 
 
 def test_charts_share_the_points_of_the_page() -> None:
@@ -370,6 +393,31 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
     assert "base64,QUJD" in page
 
 
+def test_each_run_of_a_page_has_its_own_verdict_starts_and_experts(tmp_path: Path) -> None:
+    """The first run failed; the second one has experts, and was started twice."""
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "failure.txt").write_text("the disk is full")
+    lines = [line("start", 0), line("step", 1), line("start", 1), line("step", 2), line("experts", 2, load=[[1, 3]])]
+    bad, good = run_of(tmp_path / "bad", line("step", 1)), run_of(tmp_path / "good", *lines, line("end", 2, why=""))
+    page_of = lambda *runs: run_page.report_page(runs, {"command": "x", "date": "today"})  # noqa: E731 - short
+    alone, both = page_of(bad), page_of(bad, good)
+    for page, verdicts in ((alone, ["fails"]), (both, ["fails", "pass"])):
+        assert re.findall(r'class="verdict (\w*)"', page) == verdicts
+        assert re.findall(r'class="finding"><pre>(.*?)</pre>', page) == ["the disk is full"]
+    assert re.findall(r'data-run="(\d)"', both) == ["1"]
+    assert ["tokens trained on" in page for page in (alone, both)] == [True, False]
+    assert ["What differs" in page for page in (alone, both)] == [False, True]
+    assert [page.count("Starts</summary>") for page in (alone, both)] == [0, 1]
+    assert ["how it ended" in page for page in (alone, page_of(good))] == [False, True]
+
+
+def test_samples_stand_below_their_own_step(tmp_path: Path) -> None:
+    lines = [line("sample", step, number=n, text=f"text {step}.{n}") for step in (1, 2) for n in (0, 1)]
+    run = run_of(tmp_path, line("step", 2), *lines)
+    for step in (1, 2):
+        assert re.findall(r"text \d\.\d", run_page._samples_of(run, step)) == [f"text {step}.0", f"text {step}.1"]
+
+
 def test_a_figure_names_the_runs_or_the_sources_of_one() -> None:
     curves = [{"label": "code"}, {"label": "text"}]
     named = lambda metric, *runs: run_page._figure({"metric": metric, "curves": curves}, runs)  # noqa: E731 - short
@@ -383,11 +431,12 @@ def test_a_figure_names_the_runs_or_the_sources_of_one() -> None:
 
 
 def test_last_words_warn_of_unused_experts(tmp_path: Path) -> None:
-    used = {"experts/max_over_mean": [8.0], "experts/dead": 7, "train/loss": 1.0}
-    lines = [line("start", 0, experts={"num": 8, "top_k": 1}), *(line("step", n, **used) for n in range(1, 21))]
+    used = {"experts/max_over_mean": [8.0], "experts/dead": 7}
+    steps = (line("step", n, **used, **{"train/loss": n / 16}) for n in range(1, 21))
+    lines = [line("start", 0, experts={"num": 8, "top_k": 1}), *steps]
     run_of(tmp_path, *lines)
     words = last_words(tmp_path, "out")
-    assert words[0] == "at step 20; loss 1.0000"
+    assert words[0] == "at step 20; loss 1.2500"
     assert words[1].startswith("warning: experts collapsed in 20 of 20 steps")
     (tmp_path / "adapter").mkdir()
     run_of(tmp_path, *lines, line("end", 20, why=""))

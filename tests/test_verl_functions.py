@@ -10,8 +10,10 @@ from unittest.mock import MagicMock, call, patch
 
 import pytest
 import torch
+import yaml
 
 import meshwright as mw
+from meshwright.integrations import options
 from tests import fake_verl, verl_cases
 from tests.fake_verl import Data, jagged
 
@@ -29,6 +31,31 @@ def configured(**changes: Any) -> Any:
 
 
 # Setup
+
+
+CONFIGS = Path(mw.__file__).parent / "integrations" / "verl_config"
+
+
+def test_files_of_hydra_have_the_defaults_of_the_config() -> None:
+    given = yaml.safe_load((CONFIGS / "engine" / "meshwright.yaml").read_text())
+    assert given.pop("_target_") == "meshwright.integrations.verl.MeshwrightEngineConfig"
+    assert given.pop("mesh") == {name: None if name == "fsdp" else 1 for name in options._AXES}
+    assert given == {name: x for name, x in vars(configured()).items() if name != "mesh"}
+
+
+def test_the_mesh_of_a_reference_is_that_of_its_actor() -> None:
+    given = yaml.safe_load((CONFIGS / "ref" / "meshwright_ref.yaml").read_text())["meshwright"]
+    at = "actor_rollout_ref.actor.meshwright.mesh"
+    usual = {name: "null" if name == "fsdp" else "1" for name in options._AXES}
+    wanted = {name: f"${{oc.select:{at}.{name},{x}}}" for name, x in usual.items()}
+    assert given == {"mesh": wanted, "forward_only": True}
+
+
+@pytest.mark.parametrize(("role", "target"), [("actor", "Actor"), ("ref", "Actor"), ("critic", "Critic")])
+def test_files_of_hydra_name_the_config_of_a_role(role: str, target: str) -> None:
+    given = yaml.safe_load((CONFIGS / role / f"meshwright_{role}.yaml").read_text())
+    assert given["_target_"] == f"meshwright.integrations.verl.Meshwright{target}Config"
+    assert (given["strategy"], role in given["defaults"]) == ("meshwright", True)
 
 
 @pytest.mark.parametrize("role", ["Actor", "Critic"])
@@ -268,13 +295,21 @@ def test_micro_batches_run_with_numbers_of_the_whole_batch(forward_only: bool, a
     )  # fmt: skip
     engine = bare(head, mesh=mesh, _data_group="data", engine_config=configured(length_multiple=8), model="model",
                   _engine="engine")  # fmt: skip
-    with patch.object(module, "jagged") as work, patch.object(module, "postprocess_batch_func") as end:
+    cut = MagicMock(wraps=module.prepare_micro_batches)
+    moved = lambda self, device: Data(self, lies_on=device)  # noqa: E731 - short
+    with (
+        patch.object(module, "jagged") as work,
+        patch.object(module, "postprocess_batch_func") as end,
+        patch.object(module, "prepare_micro_batches", cut),
+        patch.object(Data, "to", moved),
+    ):
         run = lambda number, call: call.outputs.update({number: f"out {number}"})  # noqa: E731 - short
         work.backward.side_effect = lambda engine, batches, call, temperature: [run(n, call) for n in (1, 0)]
         work.losses_of.side_effect = lambda mesh, call, actual: [run(n, call) for n in (1, 0)]
         engine.forward_backward_batch(data, "loss", forward_only)
     assert {name: data[name] for name in ("sp_size", "dp_size", "batch_num_tokens")} == dict(
         sp_size=6, dp_size=5, batch_num_tokens=11)  # fmt: skip
+    assert cut.call_args == call(data=data, dp_group="data", same_micro_num_in_dp=True)
     _, documents, multiple = work.packed.call_args.args
     assert [[x.tolist() for x in each] for each in documents] == [[[0, 1]], [[0, 1, 2, 3]]]
     assert (multiple, work.packed.call_args.kwargs) == (8, dict(values=head == "value"))
@@ -285,6 +320,7 @@ def test_micro_batches_run_with_numbers_of_the_whole_batch(forward_only: bool, a
     else:
         made = work.backward.call_args.args[2]
         assert work.backward.call_args == call("engine", work.packed.return_value, made, temperature)
+    assert [each["lies_on"] for each in made.micro] == [torch.device("cpu")] * 2
     assert (made.keeps_output, made.entropy, made.loss) == (forward_only or asked, True, "loss")
     assert end.call_args == call(output_lst=["out 0", "out 1"], indices=[[1], [0]], data=data)
 
@@ -348,6 +384,7 @@ def test_a_checkpoint_restores_the_schedule(state: Any, steps: int) -> None:
         engine.load_checkpoint(None)
         assert (engine._num_scheduled, resume.called) == (1, False)
         engine.load_checkpoint("p")
+    assert engine._on_device.call_args_list == [call()]
     assert resume.call_args == call(engine._engine, "p")
     assert (engine._num_scheduled, engine._engine.lr) == (steps, 0.75 * steps)
     assert engine.lr_scheduler_step() == 0.75 * (steps + 1)

@@ -6,6 +6,8 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,17 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError, RankError
-from meshwright.weight_sync import TensorSpec, apply_delta, receive_from_group, send_to_group, shared_memory
+from meshwright.weight_sync import (
+    TensorSpec,
+    apply_delta,
+    receive_from_group,
+    receive_from_process,
+    send_to_group,
+    shared_memory,
+)
+from meshwright.weight_sync import group as weight_group
+from meshwright.weight_sync import process as weight_process
+from meshwright.weight_sync.buckets import unpack
 from meshwright.weight_sync.process import _Channel, _Gone
 from meshwright.weight_sync.specs import of_json, to_json
 
@@ -94,7 +106,7 @@ def received(sent: list[Tensor]) -> dict[str, Tensor]:
 
 def test_a_group_receives_what_was_sent() -> None:
     """2,801 bytes in buckets of at least 1,024, which begin with eight bytes."""
-    for wanted, sizes in ((1, [1032] * 3), (2000, [2008] * 2), (None, [2809])):
+    for wanted, sizes in ((1, [1032] * 3), (2000, [2008] * 2), (None, [2809]), (9000, [2809])):
         sent: list[Tensor] = []
         group: Any = Group(1, sent)
         send_to_group(TENSORS.items(), SPECS, group, bucket_bytes=wanted)
@@ -143,6 +155,52 @@ def test_a_rank_outside_of_the_group_only_iterates() -> None:
     assert list(left) == []
 
 
+def test_buckets_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what was sent counts, and no old bytes of the head say that the sender failed."""
+    filled = lambda self, num: torch.full((num,), 255, dtype=torch.uint8)  # noqa: E731 - short
+    monkeypatch.setattr(weight_group._Carrier, "empty", filled)
+    sent: list[Tensor] = []
+    group: Any = Group(1, sent)
+    send_to_group(TENSORS.items(), SPECS, group, bucket_bytes=1)
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in received(sent).items())
+
+
+def test_received_tensors_lie_on_the_device_of_the_receiver() -> None:
+    tensors = dict(unpack(SPECS, lambda: torch.zeros(5000, dtype=torch.uint8), torch.device("meta")))
+    assert {name: (tensor.device.type, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
+        "b": ("meta", ()), "a": ("meta", (700,)), "none": ("meta", (0,))
+    }  # fmt: skip
+
+
+def test_a_receiver_waits_only_so_long_for_a_sender(tmp_path: Path) -> None:
+    """For one that has not begun to listen, and for one that hangs."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sender:
+        sender.bind(str(tmp_path / "it"))
+        with pytest.raises(RankError, match=r"no sender listens at .* within 0\.03 s"):
+            dict(receive_from_process(tmp_path / "it", timeout_s=0.03))
+        sender.listen(1)
+        with pytest.raises(RankError, match=r"did not answer for 0\.03 s; the weights are incomplete"):
+            dict(receive_from_process(tmp_path / "it", timeout_s=0.03))
+
+
+def test_the_loss_of_a_sender_is_no_end_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, others = socket.socketpair()
+    bucket, offered, handle = shared_memory.make(9, torch.device("cpu"))
+    assert handle is not None
+    values = bucket.tolist()
+    with ours:
+        sender = _Channel(others)
+        sender.say({**offered, "specs": to_json([TensorSpec("a", (3,), torch.uint8)] * 4)})
+        sender.give(handle)
+        sender.say({"num_bytes": 9})
+        monkeypatch.setattr(weight_process, "_connected", lambda *_: nullcontext(ours))
+        stream = receive_from_process("it")
+        assert [next(stream)[1].tolist() for _ in range(3)] == [values[:3], values[3:6], values[6:]]
+        others.close()
+        with pytest.raises(RankError, match=r"the sender at it closed the connection.* incomplete"):
+            next(stream)
+
+
 def test_a_message_may_arrive_in_parts() -> None:
     data, asked = b'{"num_bytes":31}', list[int]()
     wire = bytearray(struct.pack("<Q", len(data)) + data + b"next")
@@ -164,7 +222,7 @@ def test_a_message_may_arrive_in_parts() -> None:
 def test_messages_are_heard_as_they_were_said() -> None:
     ours, others = socket.socketpair()
     with ours, others:
-        others.settimeout(0.25)
+        others.settimeout(0.05)
         said, heard = _Channel(ours), _Channel(others)
         for message in ({"a": "é" * 300}, {}):
             said.say(message)
@@ -172,7 +230,7 @@ def test_messages_are_heard_as_they_were_said() -> None:
         said.say({"error": "ValueError: no"})
         with pytest.raises(RankError, match="incomplete: ValueError: no"):
             heard.hear()
-        with pytest.raises(_Gone, match=r"did not answer for 0\.25 s"):
+        with pytest.raises(_Gone, match=r"did not answer for 0\.05 s"):
             heard.hear()
         ours.close()
         with pytest.raises(_Gone, match="closed the connection"):
@@ -181,12 +239,31 @@ def test_messages_are_heard_as_they_were_said() -> None:
             heard.say({})
 
 
-@pytest.mark.parametrize(("size", "padded"), [(1, 16), (5, 16), (16, 16), (40, 40)])
+def test_a_handle_of_a_device_is_opened_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All fields of a handle differ, so none can take the place of another."""
+    asked, storage = list[Any](), torch.arange(64, dtype=torch.uint8).untyped_storage()
+    share = (9, b"\x01", 64, 20, b"\x02", 30, b"\x03", True)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: share)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *given: asked.append(given) or storage)
+    monkeypatch.setattr(shared_memory, "finish", lambda device: asked.append(device.type))
+    bucket, offered, handle = shared_memory.make(5, torch.device("meta"))
+    assert (len(bucket), handle, offered["num_bytes"]) == (5, None, 5)
+    assert offered["ipc"] == [9, "01", 64, 20, "02", 30, "03", True, 0]
+    ipc = [*offered["ipc"][:-1], 40]  # where the bucket begins in the memory of the handle
+    device: Any = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(shared_memory.torch, "empty", lambda *size, device, dtype=None: torch.zeros(*size, dtype=dtype))
+    attached = shared_memory.attach({**offered, "ipc": ipc, "mark": bytes(range(40, 56)).hex()}, None, device)
+    assert attached.tolist() == [40, 41, 42, 43, 44]
+    assert asked == ["meta", (None, b"\x01", 64, 20, b"\x02", 30, b"\x03", True)]
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 16), (5, 16), (16, 16), (40, 40), (100_000, 100_000)])
 def test_a_bucket_smaller_than_its_mark(size: int, padded: int) -> None:
     cpu = torch.device("cpu")
     bucket, offered, handle = shared_memory.make(size, cpu)
     assert handle is not None
     assert os.fstat(handle).st_size == padded
+    assert os.fstat(handle).st_blocks * 512 >= padded, "the memory is reserved, so that no write can fail"
     assert (len(bucket), offered["num_bytes"], offered["ipc"], len(offered["mark"])) == (size, size, None, 32)
     attached = shared_memory.attach(offered, handle, cpu)
     assert len(attached) == size
