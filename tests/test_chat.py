@@ -342,6 +342,10 @@ def test_thinking_of_a_prompt(options: dict[str, Any], flag: str) -> None:
     assert tokenizer().decode(chat.prompt("U")) == f"user:U{flag}"
     with pytest.raises(mw.DataError, match="message 0 of the user holds the special token"):
         chat.request([{"role": "user", "content": "<|im_end|>"}])
+    call = {"type": "function", "function": {"name": "f", "arguments": {"<|im_end|>": 1}}}
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(mw.DataError, match="message 1 of the assistant holds the special token"):
+        chat.request([*asked, {"role": "tool", "content": "r"}])
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_figures_of_an_objective_have_their_names() -> None:
     [
         ({}, "not yet", False), ({2: 1.5, 4: 1.25}, "1.2500 at step 4", False),
         ({2: 1.25, 4: 1.5}, "1.5000 at step 4, best 1.2500", True),
-        ({2: 1.5, 4: math.nan}, "nan at step 4, best 1.5000", True),
+        ({2: 1.5, 4: math.nan}, "nan at step 4, best 1.5000", True), ({2: math.nan, 4: 1.0}, "1.0000 at step 4", False),
     ],
 )  # fmt: skip
 def test_a_held_out_loss_stands_with_the_best_one(losses: dict[int, float], text: str, bad: bool) -> None:

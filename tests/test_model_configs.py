@@ -350,6 +350,7 @@ def test_shape_of_a_tower() -> None:
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[1, 5]), dict(deepstack_visual_indexes=[1]),
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[2, 1]), dict(hidden_act="gelu"),
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[0, 1, 2, 3]), dict(in_channels=1),
+        dict(model_type="qwen3_vl", deepstack_visual_indexes=[-1, 1]),
         dict(model_type="qwen3_vl", deepstack_visual_indexes=[1, 1]), dict(spatial_merge_size=1),
         dict(temporal_patch_size=1), dict(rope_parameters=dict(rope_type="yarn", factor=2.0)),
     ],

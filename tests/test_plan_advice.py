@@ -45,6 +45,7 @@ def figures_of(
         ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", 70), ("NVIDIA A10", 125),
         ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA B200", 2250), ("NVIDIA H800", 989),
         ("AMD Instinct MI300X", 1307), ("AMD Instinct MI250X / MI250", 383), ("NVIDIA GH200 480GB", 989), ("cpu", None),
+        ("NVIDIA RTX A1000 6GB", None),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_device_by_its_name(device: str, peak: int | None) -> None:

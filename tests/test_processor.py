@@ -264,6 +264,14 @@ def test_a_damaged_clip(directory: Path, tmp_path: Path) -> None:
             continue
 
 
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.apng"])
+def test_an_animation_has_the_times_of_its_frames(tmp_path: Path, name: str) -> None:
+    first, *others = moving(tmp_path, 3)
+    kind = "PNG" if name == "a.apng" else None
+    first.save(tmp_path / name, kind, save_all=True, append_images=others, duration=50)
+    assert clip_of(tmp_path / name) == Clip(3, 20.0, (16, 32))
+
+
 def test_an_animation_without_times_is_refused(tmp_path: Path) -> None:
     """A still image has no rate; frames of no duration have none either."""
     file = tmp_path / "a.gif"

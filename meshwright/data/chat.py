@@ -333,9 +333,9 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """Yield all strings of a message or of tools, however deep."""
+    """Yield all strings of a message or of tools, names of fields among them, however deep."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
+        for each in [*value, *value.values()] if isinstance(value, Mapping) else value:
             yield from _texts_of(each)

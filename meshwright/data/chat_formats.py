@@ -118,8 +118,8 @@ def with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
             raise DataError(
                 f"there is no field {original!r} to use as {name!r}; the row has {', '.join(map(str, row))}"
             )
-    # A renamed field disappears under its old name, unless that name is itself one of ours (two fields swapped).
-    moved = {*fields.values()} - {*fields}
+    # A renamed field disappears under its old name. The union puts back a name that is also ours (two fields swapped).
+    moved = {*fields.values()}
     return {name: value for name, value in row.items() if name not in moved} | {
         name: row[original] for name, original in fields.items()
     }

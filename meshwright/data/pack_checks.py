@@ -134,9 +134,6 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 def check_shifted(*batches: Batch) -> None:
     """Refuse unshifted labels, as Hugging Face models take them: the model would learn to repeat its input.
 
-    One document shows the mistake if it has two targets or more, or only its last token as a target. Documents with one
-    other target show it only together, in one batch or in several, since one label may equal its token by chance.
-
     A batch is refused if it has two labels or more, all of them repeat their own tokens, and one of them is not the
     next token too.
 

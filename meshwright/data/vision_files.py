@@ -102,6 +102,8 @@ def clip_of(file: Path) -> Clip:
         return _clip(file)
     with open_image(file) as image:
         num = image.n_frames if image.format in _COUNTED else 1
+        if num > 1:
+            image.load()  # Pillow reads the duration of an animated WebP with its first frame
         duration_ms = float(image.info.get("duration") or 0)
         if num > 1 and duration_ms <= 0:
             raise DataError(f'{file} has no frame duration; give its frames as a list of images, with "fps"')

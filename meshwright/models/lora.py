@@ -53,7 +53,8 @@ class Adapter(nn.Module):
     def add_to(self, y: Tensor, low: Tensor, rows: slice | None = None) -> Tensor:
         """Add `scale * low @ B.T` to the output of the base, where low is `x @ A.T`; with `rows`, of those of B only.
 
-        `torch.add` multiplies and adds in float32 and rounds once, whatever the dtype of y.
+        `torch.add` on a GPU multiplies and adds in float32 and rounds once. On a CPU it first rounds `scale` to the
+        dtype of y.
         """
         b = self.b if rows is None else self.b[rows]
         if self.parts == 1:

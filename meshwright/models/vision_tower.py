@@ -109,9 +109,9 @@ def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
     if out != width:
         raise ConfigError(f"config.json: out_hidden_size={out} of the tower, but hidden_size={width} of the text")
     taps = list(shape.taps)
-    if any(tap >= shape.depth for tap in taps) or taps != sorted({*taps}) or len(taps) > layers:
+    if any(not 0 <= tap < shape.depth for tap in taps) or taps != sorted({*taps}) or len(taps) > layers:
         raise ConfigError(
-            f"config.json: deepstack_visual_indexes={taps} must increase and be below depth={shape.depth}; there can "
+            f"config.json: deepstack_visual_indexes={taps} must increase, between 0 and depth={shape.depth}; there can "
             f"be at most {layers} of them, one for each layer of the text"
         )
     return shape

@@ -111,7 +111,7 @@ def experts(
 
 
 def _adapted(y: Tensor, x: Tensor, lora: LowRank | None, rows: Rows) -> Tensor:
-    """Add the output of each expert's adapters to its rows, rounded once."""
+    """Add the output of each expert's adapters to its rows, as `Adapter.add_to` does."""
     if lora is None:
         return y
     multiply = _multiply(x, (lora.a_ErI, lora.b_EOr), rows)

@@ -100,4 +100,5 @@ def cluster_of(device: str | None, gpus_per_node: int, overrides: dict[str, floa
 
 def peak_of(device: str) -> float | None:
     """Return the operations per second of a device by its name; None for an unknown device, which then has no MFU."""
-    return next((peak * 1e12 for name, peak in PEAKS.items() if name in device.upper()), None)
+    matching = (peak for name, peak in PEAKS.items() if re.search(rf"{name}(?!\d)", device.upper()))  # no A100 in A1000
+    return next((peak * 1e12 for peak in matching), None)

@@ -46,7 +46,7 @@ def changed_fields(old: Config, new: Config) -> list[ChangedField]:
     """
     before, after = ({leaf.place: leaf for leaf in leaves(_resolved(config))} for config in (old, new))
     out = []
-    for place in dict.fromkeys([*before, *after]):
+    for place in before:
         old_leaf, new_leaf = before.get(place), after.get(place)
         if old_leaf is None or new_leaf is None or _compared(old_leaf) == _compared(new_leaf):
             continue  # the fields of an added or removed source: the list of sources itself differs

@@ -76,7 +76,7 @@ def config_of(**sections: Any) -> Config:
 
     `ConfigError` lists all mistakes.
     """
-    config, mistakes = _validate(copy.deepcopy(sections))
+    config, mistakes = _validate(sections)
     mistakes += contradictions(config)
     return _refuse([f"{named(place)}: {why}" for place, why in mistakes], config, "the config")
 

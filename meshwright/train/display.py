@@ -374,7 +374,7 @@ def _held_out(losses: Mapping[int, float]) -> Text:
     if not losses:
         return Text("not yet", style="dim")
     step, loss = list(losses.items())[-1]
-    best = min(losses, key=lambda at: losses[at])
+    best = min(losses, key=lambda at: (math.isnan(losses[at]), losses[at]))
     text = f"{number(loss, '.4f')} at step {step:,}"
     return Text(text) if best == step else Text(f"{text}, best {number(losses[best], '.4f')}", style="yellow")
 
