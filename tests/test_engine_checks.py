@@ -294,6 +294,46 @@ def test_a_micro_batch_runs_the_tower_if_any_rank_has_images() -> None:
     assert vision_sync.sync_images([filled], 0, None)[0] is filled
 
 
+def with_image(tokens: list[int], labels: list[int], start: int | None, num: int = 6) -> mw.Batch:
+    """Return a batch whose image of two tokens begins at `start`. `num`: the values of a patch."""
+    images = None if start is None else Images(torch.ones(8, num), (Frame(2, 4, start),))
+    return mw.Batch(torch.tensor(tokens), torch.tensor(labels), (0, len(tokens)), images=images)
+
+
+SEEN = ([5, 70, 71, 6], [-100, -100, 6, -100])
+IMAGES: dict[str, Refusal] = {
+    "of another processor": Refusal(lambda num: with_image(*SEEN, 1, num), 7, DataError, "7 values & takes 6", (6,)),
+    "of fewer values": Refusal(lambda num: with_image(*SEEN, 1, num), 5, DataError, "has 5 values"),
+    "no image": Refusal(lambda start: with_image(*SEEN, start), None, DataError,
+        "token 70 at position 1 stands for an image that the batch lacks", (1,)),
+    "an image at text": Refusal(lambda start: with_image(*SEEN, start), 2, DataError, "token 70 at position 1 stands"),
+    "text at an image": Refusal(lambda token: with_image([5, token, 71, 6], SEEN[1], 1), 5, DataError,
+        "token 5 at position 1 is in the place of an image", (70, 71)),
+    "a label of an image": Refusal(lambda label: with_image(SEEN[0], [-100, label, 6, -100], 1), 71, DataError,
+        "label 71 at position 1 & set it to -100", (-100, 72, 69)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_images_stand_at_their_placeholders(case: str) -> None:
+    """In every batch. Labels of another head are classes, which may have the numbers of placeholders."""
+    shape = SimpleNamespace(pixels=SimpleNamespace(num=6))
+    is_place = lambda tokens: (tokens == 70) | (tokens == 71)  # noqa: E731 - short
+    tower = cast(Any, SimpleNamespace(shape=shape, ids=(70, 71), is_place=is_place))
+    first = mw.Batch(torch.tensor([1, 2]), torch.tensor([2, -100]), (0, 2))
+    refusal = IMAGES[case]
+
+    def check(bad: Any) -> None:
+        batch = refusal.act(bad)
+        vision_sync.check_images([first, batch], tower, token_labels=True)
+
+    refusal._replace(act=check).check()
+    vision_sync.check_images([with_image(SEEN[0], [71, 70, 6, -100], 1)], tower, token_labels=False)
+    vision_sync.check_images([first], None, token_labels=True)
+    with pytest.raises(DataError, match="1 frame of images, but the model was loaded without its tower"):
+        vision_sync.check_images([first, with_image(*SEEN, 1)], None, token_labels=True)
+
+
 @pytest.mark.parametrize(
     ("trained", "mask"),
     [
@@ -332,6 +372,50 @@ def test_a_data_rank_has_one_row() -> None:
     assert rows.per_data_rank.data_ranks.tolist() == [0, 2, 3]
     assert rows[3] == data[3]
     assert rows.images_mask == 0b11111
+
+
+def measured(want: str, *batches: mw.Batch, mtp: str = "carried", tower: Any = None, **options: Any) -> Data:
+    """Return what a rank of two says of its batches."""
+    blueprint = SimpleNamespace(vocab=9, balance=balance(), module=SimpleNamespace(tower=tower))
+    mesh, recipe = SimpleNamespace(axes=SimpleNamespace(cp=2, tp=1)), SimpleNamespace(mtp=mtp)
+    model = cast(Any, SimpleNamespace(blueprint=blueprint, mesh=mesh, recipe=recipe))
+    return agreement.data_of(model, batches, want, **options)
+
+
+def test_a_rank_measures_all_of_its_batches() -> None:
+    one, two = (
+        mw.pack(documents, length=6, fields={"weight": [[x] * len(d) for x, d in zip(weights, documents, strict=True)]})
+        for documents, weights in (([[1, 2, 3], [4, 5]], (0.5, 2.0)), ([[6, 7, 8]], (4.0,)))
+    )
+    data = measured("logprobs", one, two)
+    checksum = agreement.checksum([x for batch in (one, two) for x in agreement._streams(batch)])
+    sizes = dict(num_targets=5, num_batches=2, num_tokens=6, num_real=8, checksum=checksum)
+    assert data == Data(weight=2 * 0.5 + 2.0 + 2 * 4.0, **sizes)
+    assert measured("logprobs", one, two, per="document").weight == 3
+    for mtp in ("head", "all"):
+        with_head = measured("logprobs", one, two, mtp=mtp)
+        assert with_head == Data(11.0, 0.5 + 4.0, num_mtp_targets=2, num_followed=5, **sizes)
+
+
+def test_every_batch_of_a_step_is_checked() -> None:
+    """Labels of another head than a vocabulary's are classes, or mark tokens."""
+    good, unshifted = mw.pack([[1, 2, 3, 4]]), mw.pack([[1, 2, 3, 4]], labels=[[1, 2, 3, 4]])
+    for want in ("values", "hidden"):
+        assert measured(want, good, unshifted).num_targets == 7
+    shape = SimpleNamespace(pixels=SimpleNamespace(num=6))
+    tower = SimpleNamespace(shape=shape, ids=(7,), is_place=lambda tokens: tokens == 7)
+    image = with_image([5, 7, 7, 6], [7, -100, -100, -100], 1)
+    assert measured("values", image, tower=tower).images_mask == 1
+    with pytest.raises(DataError, match="label 7 at position 0 stands for an image"):
+        measured("logprobs", image, tower=tower)
+    ids = good.with_fields(ids=torch.ones(4, 1, dtype=torch.int64))
+    assert measured("logprobs", ids, ids, candidates="ids").num_targets == 6
+    for batches, options in (
+        ((good, unshifted), {}), ((ids, good), {"candidates": "ids"}), ((good, experts(5, 0, 1)), {}),
+        ((good, mw.pack([[1, 9, 1, 1]])), {}), ((good, mw.pack([[1, 2]])), {}), ((mw.pack([[1, 2, 3]]),), {}),
+    ):  # fmt: skip
+        with pytest.raises(DataError):
+            measured("logprobs", *batches, **options)
 
 
 def test_ranks_of_one_data_rank_with_other_batches_are_named() -> None:

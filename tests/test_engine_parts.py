@@ -243,6 +243,33 @@ def test_scores_of_the_last_stage_reach_all(dtype: torch.dtype, wide: torch.dtyp
     assert inference._from_last_stage(model, results[:1], (1, 2)).tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("known", "want", "names"),
+    [
+        (("logprobs", "entropy", "top_logprobs"), "entropy", ["logprobs", "entropy"]),
+        (("values",), "values", ["values"]), (("hidden",), "hidden", ["hidden"]),
+    ],
+)  # fmt: skip
+def test_scores_are_those_of_the_head(
+    monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...], want: str, names: list[str]
+) -> None:
+    """A column for each name; one batch gives no list."""
+
+    def whole(model: Any, batches: list[Any], made: Want, call: str) -> list[Tensor]:
+        assert (made, call) == (Want(want, temperature=0.7), "scores")
+        shape = (3, 2) if len(names) > 1 else (3,)
+        return [torch.arange(float(math.prod(shape))).view(shape) + 10 * at for at in range(len(batches))]
+
+    monkeypatch.setattr(inference, "check_is_model", lambda _: None)
+    monkeypatch.setattr(inference, "_whole_scores", whole)
+    model: Any = of(blueprint=of(scores=known))
+    one, two = inference.scores(model, [BATCH, BATCH], temperature=0.7)
+    assert [*one] == [*two] == names
+    assert two[names[-1]].tolist() == ([11, 13, 15] if len(names) > 1 else [10, 11, 12])
+    assert one[names[0]].tolist() == ([0, 2, 4] if len(names) > 1 else [0, 1, 2])
+    assert [*inference.scores(model, BATCH, temperature=0.7)] == names
+
+
 def test_padding_of_the_last_slice_of_a_vocabulary_is_cut_off() -> None:
     """Slices of 3, 3 and 1: this rank has the last."""
     sent: list[Tensor] = []

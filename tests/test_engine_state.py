@@ -106,6 +106,34 @@ def test_dtypes_of_state_on_all_ranks() -> None:
     assert optimizer_state.dtypes_of(model, optimizer, of(quantised=()))["exp_avg"] == {"a": BF16, "b": BF16}
 
 
+def test_a_state_dict_has_the_state_of_empty_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same keys. State that no step has made yet is made; scales are those of their parameter."""
+    seen: dict[str, Any] = {}
+
+    def planes_of(table: Any, keymap: Any, kept: Any, dtypes: Any) -> list[Any]:
+        seen["dtypes"] = dtypes
+        return [of(name=name, keymap=0) for name in ("weights", *dtypes)]
+
+    def sharded(whole: Any, pieces: Any, owned: Any, keymap: Any) -> Any:
+        seen["owned"] = owned
+        return whole
+
+    fakes = dict(planes_of=planes_of, sharded=sharded, with_zeros=lambda values, *_: values)
+    monkeypatch.setattr(optimizer_state, "disk", of(**fakes))
+    optimizer, live = optimizer_of("a"), stored_on()
+    optimizer.state = optimizer.new_state({"b": live["b"]})
+    optimizer.state["b"][1].fill_(3.0)
+    model: Any = of(values=lambda: of(apart=(live, None)), owned={"a"}, trained=("a", "b", "c"), table=0, keymap=0)
+    made = optimizer_state.planes_in_memory(model, optimizer, of(spec=of(table=0), pieces=0))
+    state = ["a.codes", "a.scales", "b", "c"]
+    assert {name: sorted(plane) for name, plane in made.items()} == {
+        "weights": ["a", "b", "c"], "exp_avg": state, "exp_avg_sq": state,
+    }  # fmt: skip
+    assert made["exp_avg_sq"]["b"] is optimizer.state["b"][1]
+    assert (made["exp_avg"]["c"].shape, seen["owned"]) == ((0, 256), {"a", "a.scales"})
+    assert seen["dtypes"]["exp_avg"] == {"a": U8, "a.scales": F32, "b": F32, "c": F32}
+
+
 # Resume
 
 

@@ -116,6 +116,11 @@ def test_classes_and_answers() -> None:
     terms, metrics = Classify()({"values": values}, {"labels": torch.tensor([1, 2, -100])})
     assert terms.tolist() == pytest.approx([-(3 - log(exp(1) + exp(3) + 1)), log(exp(2) + exp(1) + 1), 0])
     assert metrics["accuracy"].tolist() == [1, 0, 0]
+    with pytest.raises(mw.DataError, match="for a head of 1"):
+        Classify()({"values": values[:, 0]}, {"labels": torch.tensor([0, 0, -100])})
+    for label in (3, 7):
+        with pytest.raises(mw.DataError, match=f"label {label} for a head of 3"):
+            Classify()({"values": values}, {"labels": torch.tensor([1, label, -100])})
     # "no" is 9 and "yes" is 4.
     logprobs = torch.tensor([[-2.0, -1.0], [-1.0, -3.0], [-1.0, -3.0]], dtype=F64)
     answers = torch.tensor([[9, 4]] * 3)
@@ -210,6 +215,30 @@ def test_false_negatives_are_left_out_of_the_loss_alone() -> None:
         assert metrics["positive_cosine"].tolist() == pytest.approx([cos(0, 1), cos(2, 3)])
         assert metrics["negative_cosine"].tolist() == pytest.approx([cos(0, 3), cos(2, 1)])
         assert metrics["accuracy"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dims", [(), (2, 3)])
+def test_both_directions_leave_out_groups_of_the_same_row(dims: tuple[int, ...]) -> None:
+    """Groups 0 and 2 are of one row; group 0 also has a hard negative. The loss is a mean over prefixes."""
+    docs = LossDocuments([1] * 7, [4, 4, 4, 1, 1, 9, 9], torch.ones(7, dtype=torch.bool))
+    hidden = torch.arange(21.0, dtype=F64).mul(0.7).cos().view(7, 3)
+    row_N = torch.tensor([5, 5, 5, 6, 6, 5, 5])
+    queries, positives, candidates = [0, 3, 5], [1, 4, 6], {0: [1, 2], 1: [4], 2: [6]}
+    rows, expected = [5, 6, 5], torch.zeros(3, dtype=F64)
+    for dim in dims or (3,):
+        unit = hidden[:, :dim] / hidden[:, :dim].norm(dim=1, keepdim=True)
+        cosine = (unit @ unit.t() / 0.5).tolist()
+        for g in range(3):
+            groups = [h for h in range(3) if h == g or rows[h] != rows[g]]
+            own = cosine[queries[g]][positives[g]]
+            forth = log(sum(exp(cosine[queries[g]][c]) for h in groups for c in candidates[h])) - own
+            back = log(sum(exp(cosine[positives[g]][queries[h]]) for h in groups)) - own
+            expected[g] += (forth + back) / 2 / len(dims or (3,))
+    objective = Embedding(temperature=0.5, symmetric=True, dims=dims)
+    terms, _ = objective({"hidden": hidden}, {"row": row_N}, docs)
+    assert terms.tolist() == pytest.approx(expected.tolist())
+    with pytest.raises(mw.ConfigError, match="more than the 3 numbers"):
+        Embedding(dims=(2, 4))({"hidden": hidden}, {}, docs)
 
 
 def embedder(rank: int, kept: dict[str, bytes], names: tuple[str, ...] = ()) -> Any:
@@ -359,6 +388,13 @@ def test_an_error_leaves_scores_unwritten(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writer:
         raise ZeroDivisionError
     assert [*tmp_path.glob("scores-*")] == []
+
+
+def test_scores_of_images_are_not_kept(tmp_path: Path) -> None:
+    """The key of a document does not depend on its images."""
+    batches: Any = [mw.pack([[1, 2]]), SimpleNamespace(frames=(1,), tokens=torch.arange(2), split=lambda x: [x])]
+    with pytest.raises(mw.DataError, match="do not hold images"):
+        writer_of(tmp_path, Mesh()).score(batches)
 
 
 def test_padding_has_no_candidates(tmp_path: Path) -> None:

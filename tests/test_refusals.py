@@ -163,7 +163,7 @@ BATCH = mw.pack([[5, 6, 7]], length=4)
 
 def candidates_of(*ids: int) -> mw.Batch:
     """Return a batch with one candidate for each token. The last two tokens have no label."""
-    return BATCH.with_fields(ids=torch.tensor(ids).view(-1, 1))
+    return BATCH.with_fields(ids=torch.tensor(ids).view(4, -1))
 
 
 ARGUMENTS: dict[str, Refusal] = {
@@ -189,12 +189,14 @@ ARGUMENTS: dict[str, Refusal] = {
     "candidate -2": Refusal(lambda ids: check_candidate_ids([candidates_of(*ids)], "ids", 9), (1, 1, 1, -2), DataError,
         "candidate -2 of 'ids' at token 3 & -1 is no candidate"),
     "no candidate": Refusal(lambda ids: check_candidate_ids([candidates_of(*ids)], "ids", 9), (1, -1, -1, -1),
-        DataError, "token 1 has a label, and no candidate", ((1, 1, -1, -1),)),
+        DataError, "token 1 has a label, and no candidate", ((1, 1, -1, -1), (1, -1, -1, 1, -1, -1, -1, -1))),
     "no candidates": Refusal(lambda name: check_candidate_ids([BATCH], name, 9), "ids", DataError,
         "no field 'ids'", ("",)),
     "lr": Refusal(lambda lr: lr_of_step(lr, 3), -1e-9, ConfigError, "lr of step 3 is -1e-09",
         (0, 0.0, torch.tensor([0.1]))),
     "lr of two": Refusal(lambda lr: lr_of_step(lr, 3), torch.ones(2), ConfigError, "lr of step 3"),
+    "lr=nan": Refusal(lambda lr: lr_of_step(lr, 3), math.nan, ConfigError, "lr of step 3 is nan"),
+    "lr=inf": Refusal(lambda lr: lr_of_step(lr, 3), torch.tensor(math.inf), ConfigError, "lr of step 3"),
     "max_norm=0": Refusal(norm_bound, 0, ConfigError, "max_norm=0 & above 0, or None", (1e-9, 2, None)),
     "a batch alone": Refusal(lambda batches: check_batches(batches, 9, 1), BATCH, DataError,
         r"take a list of batches: engine.step\(\[batch\]\)", ([BATCH], (BATCH, BATCH))),

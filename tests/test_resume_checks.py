@@ -178,6 +178,35 @@ def test_a_difference_counts_in_either_direction() -> None:
     ]  # fmt: skip
 
 
+TABLE = {"a": {"rows": 4, "columns": 6}, "b": {"rows": 3}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "fresh", "message"),
+    [
+        ("qwen3", TABLE, [], ""),
+        ("qwen2", TABLE, [], "is a qwen2, the engine's model a qwen3"),
+        ("qwen3", {**TABLE, "a": {"rows": 6, "columns": 4}}, [], "a is .*6.* in step-000007 and .*4"),
+        ("qwen3", {**TABLE, "c": {"rows": 1}}, [], "c is .* and missing in the engine"),
+        ("qwen3", {"a": TABLE["a"]}, [], "b is missing in step-000007"),
+        ("qwen3", TABLE, ["head.weight"], "has no head.weight; give a checkpoint that has it$"),
+        ("qwen3", TABLE, ["head.mtp.norm"], r"has no head.mtp.norm; .*mw\.load draws a new MTP head"),
+    ],
+)
+def test_a_resume_needs_the_same_parameters(
+    monkeypatch: pytest.MonkeyPatch, kind: str, table: Any, fresh: list[str], message: str
+) -> None:
+    params = lambda table: of(params={name: of(dims=dims) for name, dims in table.items()})  # noqa: E731 - short
+    monkeypatch.setattr(resume_checks, "saved_part", lambda model, table: (params(table), None))
+    now: Any = of(config={"model_type": "qwen3"}, table=TABLE)
+    saved_as: Any = of(config={"model_type": kind}, table=params(table), keymap=of(fresh=fresh))
+    if not message:
+        resume_checks.check_same_table(now, saved_as, AT)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        resume_checks.check_same_table(now, saved_as, AT)
+
+
 @pytest.mark.parametrize(
     ("names", "trained", "carried"),
     [(None, ["a"], []), (["m", "n"], ["a"], ["m", "n"]), (["m", "n"], ["a", "m", "n"], [])],
@@ -229,6 +258,13 @@ def test_names_of_state_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in (("a", "a"), ("a", "b c"), ("weights",), ("master",), ("counters",), ("random",), ("runs",)):
         with pytest.raises(ConfigError, match=f"has {names[-1]!r}"):
             optimizer_state.state_layout(kept, make(*names))
+
+
+def test_rounding_is_seeded_by_the_place_in_the_whole_matrix() -> None:
+    """Of the pieces on this rank whose state is in 8 bits."""
+    pieces: Any = {name: of(row_numbers=name * 2, first_col=at) for at, name in enumerate("abcd")}
+    made = optimizer_state.StateLayout(("b", "d", "of another rank"), of(), pieces).places()  # type: ignore[arg-type]
+    assert {name: (place.rows, place.first_col) for name, place in made.items()} == {"b": ("bb", 1), "d": ("dd", 3)}
 
 
 def test_scales_in_a_checkpoint_say_what_is_in_8_bits() -> None:
