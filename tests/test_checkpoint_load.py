@@ -324,6 +324,12 @@ def test_fields_of_config_that_a_resume_refuses(caplog: pytest.LogCaptureFixture
     assert [each.getMessage().split(" of ")[0] for each in caplog.records] == ["eos_token_id"]
     assert differs({"text_config": {"bos_token_id": 3}}, {"text_config": {"bos_token_id": 4}}) == ""
     assert "eps of config.json was 1e-06 in step-000001, and is None now" in differs({}, {"eps": 1e-6})
+    assert "eps of config.json was 2" in differs({"eps": 1, "rope_theta": 3}, {"eps": 2, "rope_theta": 4}, "rope_theta")
+    for name in (
+        "rms_norm_eps", "rope_scaling", "rope_parameters", "tie_word_embeddings", "hidden_act", "sliding_window",
+        "num_experts_per_tok", "norm_topk_prob", "attention_bias", "layer_types", "max_position_embeddings",
+    ):  # fmt: skip
+        assert f"{name} of config.json was 1" in differs({name: 2}, {name: 1})
 
 
 def test_settings_that_a_checkpoint_records() -> None:

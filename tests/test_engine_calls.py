@@ -438,6 +438,8 @@ def test_all_that_defines_a_model_is_compared(name: str) -> None:
     one, other = identity(model_of()), identity(model_of(**{name: CHANGES[name]}))
     assert len([key for key in one if one[key] != other.get(key)]) == 1
     assert identity(model_of()) == identity(model_of(config={"a": {"x": [1]}, "b": 1}))
+    nested = ({"a": {"x": 1, "y": 2}}, {"a": {"y": 2, "x": 1}})
+    assert identity(model_of(config=nested[0])) == identity(model_of(config=nested[1]))
 
 
 ENGINE: dict[str, Any] = dict(

@@ -374,9 +374,9 @@ def test_a_data_rank_has_one_row() -> None:
     assert rows.images_mask == 0b11111
 
 
-def measured(want: str, *batches: mw.Batch, mtp: str = "carried", **options: Any) -> Data:
+def measured(want: str, *batches: mw.Batch, mtp: str = "carried", tower: Any = None, **options: Any) -> Data:
     """Return what a rank of two says of its batches."""
-    blueprint = SimpleNamespace(vocab=9, balance=balance(), module=SimpleNamespace(tower=None))
+    blueprint = SimpleNamespace(vocab=9, balance=balance(), module=SimpleNamespace(tower=tower))
     mesh, recipe = SimpleNamespace(axes=SimpleNamespace(cp=2, tp=1)), SimpleNamespace(mtp=mtp)
     model = cast(Any, SimpleNamespace(blueprint=blueprint, mesh=mesh, recipe=recipe))
     return agreement.data_of(model, batches, want, **options)
@@ -402,6 +402,12 @@ def test_every_batch_of_a_step_is_checked() -> None:
     good, unshifted = mw.pack([[1, 2, 3, 4]]), mw.pack([[1, 2, 3, 4]], labels=[[1, 2, 3, 4]])
     for want in ("values", "hidden"):
         assert measured(want, good, unshifted).num_targets == 7
+    shape = SimpleNamespace(pixels=SimpleNamespace(num=6))
+    tower = SimpleNamespace(shape=shape, ids=(7,), is_place=lambda tokens: tokens == 7)
+    image = with_image([5, 7, 7, 6], [7, -100, -100, -100], 1)
+    assert measured("values", image, tower=tower).images_mask == 1
+    with pytest.raises(DataError, match="label 7 at position 0 stands for an image"):
+        measured("logprobs", image, tower=tower)
     ids = good.with_fields(ids=torch.ones(4, 1, dtype=torch.int64))
     assert measured("logprobs", ids, ids, candidates="ids").num_targets == 6
     for batches, options in (
