@@ -86,6 +86,9 @@ def test_previous_slopes_are_of_the_last_applied_step() -> None:
     assert torch.allclose(router.balance.slope_E, slope_E)
     router.set_slope(step_tokens=0, num_batches=4)
     assert torch.allclose(router.balance.slope_E, slope_E * 8)
+    router.resume()
+    router.set_slope(step_tokens=8, num_batches=4)
+    assert torch.allclose(router.balance.slope_E, even_E), "without a load as before the first step"
 
 
 def test_loads_are_of_all_micro_batches_and_ranks() -> None:

@@ -97,6 +97,19 @@ def used(source: Path, at: Path, mesh: dict[str, int], call: str) -> Any:
     return engine.evaluate(batches), mw.gather(model, "merged")
 
 
+@worlds.world(1)
+def test_adapters_of_a_drawn_base_are_resumed_again_and_again(sources: dict[str, Path], tmp_path: Path) -> None:
+    """A resume replaces the adapters alone, so the next save names the same base."""
+    made = lambda: mw.Engine(mw.init(sources["qwen3"], lora=Lora(rank=2)), lr=1e-2)  # noqa: E731 - short
+    for step in range(3):
+        engine = made()
+        if step:
+            mw.resume(engine, tmp_path)
+        assert engine.steps == step
+        engine.step(tiny.batches(step))
+        mw.save(engine, tmp_path)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_moe", *(["qwen3", "qwen3_moe"] if parts.ALL else [])])
 def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: str, tmp_path: Path) -> None:
     run = functools.partial(used, sources[family], tmp_path)

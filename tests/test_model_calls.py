@@ -365,12 +365,15 @@ def test_changes_count_as_sent_once_all_ranks_have_taken_them(monkeypatch: pytes
 # A resume
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_resume_that_fails_half_way_leaves_a_mark(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Gradients of the weights before are dropped; on success the checkpoint is the origin of the weights."""
+@pytest.mark.parametrize(("fails", "lora"), [(True, None), (False, None), (False, Lora())])
+def test_a_resume_that_fails_half_way_leaves_a_mark(
+    monkeypatch: pytest.MonkeyPatch, fails: bool, lora: Lora | None
+) -> None:
+    """Gradients of the weights before are dropped; on success the checkpoint is the origin of the weights, but not of
+    the base of adapters."""
     monkeypatch.setattr(checkpoint, "replace", lambda blueprint, origin: of(origin=origin))
     discarded: list[int] = []
-    model = of(calls=of(half_updated=""), blueprint=of(origin="files"))
+    model = of(calls=of(half_updated=""), blueprint=of(origin="files"), recipe=of(lora=lora))
     engine = of(model=model, discard=lambda: discarded.append(1))
     refused = pytest.raises(OSError, match="gone") if fails else contextlib.nullcontext()
     with refused, checkpoint._marked_half_restored(engine, Path("step-7")):
@@ -379,7 +382,7 @@ def test_a_resume_that_fails_half_way_leaves_a_mark(monkeypatch: pytest.MonkeyPa
             raise OSError("gone")
     assert discarded == [1]
     assert bool(model.calls.half_updated) == fails
-    assert model.blueprint.origin == ("files" if fails else "the checkpoint step-7")
+    assert model.blueprint.origin == ("files" if fails or lora else "the checkpoint step-7")
 
 
 CHECKS = ["check_carried_mtp", "_blueprint_of", "check_same_table", "check_same_config"]
@@ -410,6 +413,11 @@ def test_weights_alone_are_checked_before_they_are_read(
     model = of(recipe=of(lora=None), blueprint=blueprint, mesh=mesh, values=values, numbers=numbers, calls=of())
     optimizer = of(steps=7, state={"m": 1})
     engine = of(model=model, steps=7, tokens=99, optimizer=optimizer, discard=lambda: None)
+    loads: list[str] = []
+    engine.router, engine.mtp = (
+        of(resume=lambda: loads.append("even")),
+        of(router=of(resume=lambda: loads.append("mtp"))),
+    )
     source = of(directory=Path("hf"))
     every = [*CHECKS, *["check_same"] * bool(numbers), "fill"]
     if fails in every:
@@ -421,6 +429,7 @@ def test_weights_alone_are_checked_before_they_are_read(
         made = checkpoint._resume_weights_only(engine, source, ["eps"])
         assert (made.step, made.tokens, made.state) == (0, 0, None)
         assert (engine.steps, engine.tokens, optimizer.steps, optimizer.state) == (0, 0, 0, {})
+        assert loads == ["even", "mtp"]
         arguments = dict(acts)
         assert arguments["_blueprint_of"] == (model, source, "value")
         assert arguments["check_same_config"][2:] == (Path("hf"), ["eps"])

@@ -334,13 +334,14 @@ def _blueprint_of(model: Model, source: weights.Source, head: str) -> Blueprint:
 @contextlib.contextmanager
 def _marked_half_restored(engine: Engine, directory: Path) -> Iterator[None]:
     """Mark the model as half updated while its tensors are replaced. If that fails, the mark stays until a resume
-    succeeds; on success the checkpoint becomes the model's origin."""
+    succeeds; on success the checkpoint becomes the model's origin. A checkpoint of adapters replaces no base."""
     engine.discard()  # gradients of the replaced weights
     calls = engine.model.calls
     calls.half_updated = f"the resume from {directory} failed, and some parameters may be replaced"
     yield
     calls.half_updated = ""
-    engine.model.blueprint = replace(engine.model.blueprint, origin=f"the checkpoint {directory}")
+    if engine.model.recipe.lora is None:
+        engine.model.blueprint = replace(engine.model.blueprint, origin=f"the checkpoint {directory}")
 
 
 def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -354,8 +355,7 @@ def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.tokens = trainer["tokens"]
     engine.router.resume(trainer["router_load"])
     if engine.mtp is not None:
-        load = engine.mtp.router.trained_load
-        engine.mtp.router.resume(trainer.get("mtp_router_load", torch.zeros_like(load).tolist()))
+        engine.mtp.router.resume(trainer.get("mtp_router_load"))
     rows = checkpoint.random_rows(engine.model.mesh)
     if rows:
         torch.set_rng_state(rows["host"])
@@ -400,6 +400,9 @@ def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Seq
     # The bias correction of AdamW counts from its own first step.
     engine.steps = engine.optimizer.steps = engine.tokens = 0
     engine.optimizer.state = {}
+    engine.router.resume()
+    if engine.mtp is not None:
+        engine.mtp.router.resume()
     if model.mesh.rank == 0:
         logger.warning("%s holds weights alone: optimizer state begins at zero, steps at 0", source.directory)
     return Resumed(source.directory, 0, 0)

@@ -111,9 +111,10 @@ class Router:
         """Return the load that "previous" takes shares from: all state that the router has between two steps."""
         return self._trained_LE
 
-    def resume(self, load: Sequence[Sequence[float]]) -> None:
-        """Continue after a step with this load, from a checkpoint."""
+    def resume(self, load: Sequence[Sequence[float]] | None = None) -> None:
+        """Continue after a step with this load, from a checkpoint; without one, as before the first step."""
         self.forget()
+        load = torch.zeros_like(self._local_LE).tolist() if load is None else load
         self._trained_LE = torch.tensor(load, dtype=torch.float64, device=self.mesh.device).view_as(self._local_LE)
         self.load_LE = self._trained_LE.clone()
 
