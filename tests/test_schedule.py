@@ -174,6 +174,14 @@ def test_every_action_is_done_once_by_the_rank_of_its_stage():
         assert all(line.rank_of(a.stage) == rank for rank, order in enumerate(orders) for a in order)
 
 
+def test_gradients_of_a_stage_are_added_up_in_the_order_of_micro_batches():
+    """The step reduces gradients after the weight half of the last micro-batch, so no other may come later."""
+    for _, line, num_batches, first, orders in cases():
+        for stage in range(first, line.num_stages):
+            order = orders[line.rank_of(stage)]
+            assert [a.batch for a in order if a.stage == stage and a.kind in "BW"] == [*range(num_batches)]
+
+
 def test_programs_do_not_stand_still_even_if_every_transfer_blocks():
     """`Ranks` sees that each action has what it takes, and that each result is taken once."""
     for (line, first, lists), (*_, orders) in zip(programs(), cases(), strict=True):
