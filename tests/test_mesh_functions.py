@@ -248,3 +248,15 @@ def test_collectives_of_both_kinds_are_kept_when_a_layer_runs_again() -> None:
     spaces = (torch.ops._c10d_functional, torch.ops.meshwright)
     kept = [getattr(space, name).default for space in spaces for name in names]
     assert {*collectives.OPS} == {*kept, torch.ops._c10d_functional.wait_tensor.default}
+
+
+def test_each_of_several_broadcasts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[int, int]] = []
+
+    def broadcast(x: torch.Tensor, rank: int, **_: Any) -> Any:
+        return fake(wait=lambda: waited.append((rank, x.numel())))
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    parts = [(torch.zeros(num), rank) for num, rank in ((2, 1), (3, 0), (1, 1))]
+    collectives.broadcast_each_(parts, fake(), "a test")
+    assert waited == [(1, 8), (0, 12), (1, 4)]
