@@ -1,4 +1,4 @@
-"""What a blueprint trains, in which dtype and coding it stores parameters, and what it says of those left out."""
+"""Check what a blueprint trains, in which dtype and coding it stores parameters, and what it says of those left out."""
 
 from __future__ import annotations
 

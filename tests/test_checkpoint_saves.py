@@ -1,4 +1,4 @@
-"""What a save checks, counts, warns of and puts on disk, how it ends in the background, and random states of ranks."""
+"""Check what a save refuses, counts and puts on disk, how it ends in the background, and random states of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `distribute` checks, pads and wraps, with stand-ins for the model and its mesh."""
+"""Check what `distribute` checks, pads and wraps, with stand-ins for the model and its mesh."""
 
 from __future__ import annotations
 

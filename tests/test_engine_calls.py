@@ -205,7 +205,7 @@ def test_adapters_are_off_until_the_outermost_context_ends() -> None:
 
 
 class Discards:
-    """What an engine has discarded."""
+    """Return what an engine has discarded."""
 
     def __init__(self, **fields: Any) -> None:
         self.num = 0

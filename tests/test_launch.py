@@ -68,7 +68,7 @@ def test_one_process_talks_to_the_user(
 
 
 def test_the_smaller_mesh_is_the_one_of_most_ranks(tmp_path: Path) -> None:
-    """Of 12 streams: 4 ranks rather than more replicas on 3."""
+    """12 streams run on 4 ranks rather than with more replicas on 3."""
     train = {"tokens_per_step": 12 * 8192}
     smaller = launch.smaller_mesh(config_of(tmp_path, mesh={"replicate": 3, "fsdp": 2}, train=train))
     assert smaller is not None

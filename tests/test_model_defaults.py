@@ -1,4 +1,4 @@
-"""What a family computes where `config.json` leaves a field out, and which fields of attention it refuses."""
+"""Check what a family computes where `config.json` leaves a field out, and which fields of attention it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of a mesh that does not fit, and how a search bounds, costs and lists meshes."""
+"""Check what a plan says of a mesh that does not fit, and how a search bounds, costs and lists meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops hand to their kernels and make of the results, with stand-ins that compute the formulas: without Triton."""
+"""Check what ops hand to their kernels and make of the results, with stand-ins for Triton that compute the formulas."""
 
 import sys
 from importlib import import_module
@@ -57,7 +57,7 @@ def test_parts_of_the_delta_rule_by_kernels(lengths, parts):
 
 @pytest.mark.parametrize("op", [delta._triton_delta_rule, delta._triton_delta_rule_in_parts])
 def test_the_delta_rule_by_kernels(op, monkeypatch):
-    """Of a whole stream, and as the trial of parts computes it."""
+    """Compute a whole stream, and as the trial of parts computes it."""
     monkeypatch.setattr(delta, "_triton_module", lambda: DeltaKernels)
     docs = documents([5, 1, 12], "cpu")
     compare(

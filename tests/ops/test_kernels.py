@@ -220,7 +220,7 @@ def test_the_inputs_of_a_trial_differ():
 
 
 def test_a_kernel_is_tried_for_each_kind_of_inputs(monkeypatch):
-    """What one kind, or one kernel, is refused for says nothing about another."""
+    """A refusal of one kind, or of one kernel, says nothing about another."""
     tried = []
 
     def compared(kernel, plain, inputs, *_):
