@@ -71,7 +71,7 @@ def documents_of(name: str, rows: int, **counts: int) -> Any:
 
 
 def data_of(*documents: Any) -> Any:
-    """Return data of 4 streams of 10 tokens, of which 7 are used. The second document of each source is too long."""
+    """Return data of 4 streams of 10 tokens, 3 of them padding. The second document of each source is too long."""
     sources = [of(lengths=np.array([5, 0])) for _ in documents]
     plan = of(
         sources=sources, weights=[0.5, 0.25], num_streams=4, length=10, epochs_before=lambda stream: stream / 2,
@@ -81,7 +81,7 @@ def data_of(*documents: Any) -> Any:
 
 
 def test_each_source_has_a_row_of_its_own() -> None:
-    """8 streams a step on 8 ranks, of which tp shares 2."""
+    """8 streams a step on 8 ranks; tp=2 shares each between 2 of them."""
     train, mesh = of(streams_per_step=8, dtype="float32"), of(num_data_ranks=4, world=8)
     config: Any = of(
         train=train, mesh=mesh, eval=of(every=3), distill=None, objective_options=None, recipe=of(dtype=torch.float32)

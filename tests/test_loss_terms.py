@@ -137,7 +137,7 @@ def test_one_document_shows_nothing_about_several(sizes: list[int], per: str, ch
 
 # Losses per step
 
-# Five rows: two groups of two documents, of which the second has no row, and a group with one document.
+# Five rows: two groups of two documents, the second without a row, and a group with one document.
 STEP_DOCS = LossDocuments([2, 1, 0, 0, 2], [0, 0, 1, 1, 2], torch.ones(5, dtype=torch.bool))
 WHOLE = torch.tensor([[1.0, 2.0, 7.0], [3.0, 4.0, 7.0], [5.0, 6.0, 7.0], [2.0, 0.5, 7.0], [4.0, 0.25, 7.0]])
 

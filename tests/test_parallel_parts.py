@@ -414,7 +414,7 @@ def test_frozen_stages_are_freed_after_a_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def passes_of(**fields: Any) -> run_step._Passes:
-    """Return passes of 3 micro-batches, of which the second is the last with images, without a model."""
+    """Return passes of 3 micro-batches without a model. The second micro-batch is the last with images."""
     made = run_step._Passes.__new__(run_step._Passes)
     model = SimpleNamespace(trained_from=2, line=SimpleNamespace(last=9, num_stages=10), sums_once=False)
     vars(model).update(fields)

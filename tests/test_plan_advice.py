@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +11,7 @@ from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.optim import AdamW, Muon
 from meshwright.plan import fit_advice, search, terminal, wording
-from meshwright.plan.devices import Cluster, peak_of
+from meshwright.plan.devices import peak_of
 from meshwright.plan.figures import Figures, RankMemory, work_of
 from meshwright.plan.requested import optimizer_of
 from meshwright.plan.search import Candidate, Cut, Search, SearchRequest, Size, Variant
@@ -20,22 +19,7 @@ from meshwright.plan.step_time import INSIDE, Estimate, Wait
 from meshwright.recipe import RECOMPUTE, MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import Stored
 from tests import tiny
-
-GB = 10**9
-H100 = Cluster(gpus_per_node=4)
-EVEN = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4)
-
-
-def fake(**fields: Any) -> Any:
-    return cast(Any, SimpleNamespace(**fields))
-
-
-def figures_of(
-    name: str, num: int = 3, tokens: int = 64, device: int | None = None, pipeline: Pipeline = Pipeline(), **mesh: int
-) -> Figures:
-    axes, config = Axes(**mesh), EVEN if name == "even" else tiny.of(name)
-    blueprint = Blueprint.of(config, None, Recipe(pipeline=pipeline))
-    return Figures("a model", blueprint, axes, work_of(axes, tokens, num), device, cluster=H100)
+from tests.plan_figures import GB, H100, fake, figures_of
 
 
 @pytest.mark.parametrize(
@@ -127,7 +111,7 @@ def test_options_help_only_if_they_are_enough(monkeypatch: pytest.MonkeyPatch) -
 def test_a_verdict_is_about_the_device(
     device: int | None, text: str, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies on the host does not count for it."""
+    """Tensors on the host do not count for it."""
     monkeypatch.setattr(fit_advice, "advice", lambda _: "choose x")
     monkeypatch.setattr(fit_advice, "not_counted", lambda _: "NOT")
     figures = fake(most=candidate().figures.most, device=device, fits=device is not None and device > 6 * GB)
@@ -164,7 +148,7 @@ def test_the_optimizer_of_the_options(kind: str, state: str | None, expected: An
 
 
 def candidate(**more: Any) -> Any:
-    times = Estimate(5.0, (Wait("w", INSIDE, 1.0),), 8.0, 7.0, 0.5)  # of which launching 1 and not hidden 2
+    times = Estimate(5.0, (Wait("w", INSIDE, 1.0),), 8.0, 7.0, 0.5)  # 1 is launching, and 2 are not hidden
     stored = (Stored("parameters", 6 * GB), Stored("moments", 3 * GB, host=True))
     figures = fake(most=RankMemory(0, stored), **more)
     return fake(estimate=times, figures=figures, left_bytes=GB, chosen_hold=None)

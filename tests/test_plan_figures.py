@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,30 +17,13 @@ from meshwright.errors import ConfigError
 from meshwright.ops.codings import FP8, NF4
 from meshwright.optim import AdamW
 from meshwright.plan import html, page, step_time, svg, terminal
-from meshwright.plan.devices import Cluster
 from meshwright.plan.figures import Figures, RankMemory, work_of
 from meshwright.plan.pipeline_timing import pipeline_json, pipeline_notes, place_lines, timetable
 from meshwright.plan.resolve_model import TINY
 from meshwright.plan.tables import parameter_lines
 from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import Stored, Work
-from tests import tiny
-
-GB = 10**9
-H100 = Cluster(gpus_per_node=4)
-EVEN = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4)
-
-
-def fake(**fields: Any) -> Any:
-    return cast(Any, SimpleNamespace(**fields))
-
-
-def figures_of(
-    name: str, num: int = 3, tokens: int = 64, device: int | None = None, pipeline: Pipeline = Pipeline(), **mesh: int
-) -> Figures:
-    axes, config = Axes(**mesh), EVEN if name == "even" else tiny.of(name)
-    blueprint = Blueprint.of(config, None, Recipe(pipeline=pipeline))
-    return Figures("a model", blueprint, axes, work_of(axes, tokens, num), device, cluster=H100)
+from tests.plan_figures import H100, fake, figures_of
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_names_of_state_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rounding_is_seeded_by_the_place_in_the_whole_matrix() -> None:
-    """Of the pieces on this rank whose state is in 8 bits."""
+    """Only pieces on this rank whose state is in 8 bits have a place."""
     pieces: Any = {name: of(row_numbers=name * 2, first_col=at) for at, name in enumerate("abcd")}
     made = optimizer_state.StateLayout(("b", "d", "of another rank"), of(), pieces).places()  # type: ignore[arg-type]
     assert {name: (place.rows, place.first_col) for name, place in made.items()} == {"b": ("bb", 1), "d": ("dd", 3)}

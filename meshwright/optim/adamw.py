@@ -88,7 +88,7 @@ class AdamW(Optimizer):
         for name, *tensors in zip(slices.names, slices.params, slices.grads, means, squares, strict=True):
             weight, grad, mean, square = tensors
             adamw.update(adamw.Slice(weight, dense(grad), mean, square), clip.norm_of(name), numbers)
-        # Values derived from a weight, such as its FP8 codes, are computed again when the weight's version has changed.
+        # Autograd does not see what a kernel writes. The version lets it refuse a saved tensor that was overwritten.
         torch.autograd.graph.increment_version([*slices.params, *means, *squares])
 
     def plain_update(

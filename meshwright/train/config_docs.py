@@ -46,9 +46,9 @@ def changed_fields(old: Config, new: Config) -> list[ChangedField]:
     """
     before, after = ({leaf.place: leaf for leaf in leaves(_resolved(config))} for config in (old, new))
     out = []
-    for place in before:
-        old_leaf, new_leaf = before.get(place), after.get(place)
-        if old_leaf is None or new_leaf is None or _compared(old_leaf) == _compared(new_leaf):
+    for place, old_leaf in before.items():
+        new_leaf = after.get(place)
+        if new_leaf is None or _compared(old_leaf) == _compared(new_leaf):
             continue  # the fields of an added or removed source: the list of sources itself differs
         out.append(ChangedField(place, old_leaf.value, new_leaf.value, not _is_fixed(place)))
     return out
