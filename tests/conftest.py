@@ -22,17 +22,22 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 torch.set_num_threads(1)
 
 
-def _shape_of_detached(self: ShardingPropagator, schema: Any) -> Any:
-    """Return shape, stride and dtype of a result of `detach`, which are those of its input.
+def _shape_of_copy(self: ShardingPropagator, schema: Any) -> Any:
+    """Return shape, stride and dtype of a result of `detach` or `empty_like`, which are those of its input.
 
-    FSDP detaches each parameter once. torch then runs the op on fake tensors for 1 ms, in every rank of every test.
+    A load allocates each parameter and FSDP detaches it, both once. torch then runs the op on fake tensors for 1 ms, in
+    every rank of every test.
     """
-    is_detach = schema.op is torch.ops.aten.detach.default
-    return schema.args_schema[0].tensor_meta if is_detach else _propagate(self, schema)
+    is_copy = schema.op in (torch.ops.aten.detach.default, torch.ops.aten.empty_like.default)
+    return (
+        schema.args_schema[0].tensor_meta
+        if is_copy and {*schema.kwargs_schema} <= {"device"}
+        else _propagate(self, schema)
+    )
 
 
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-ShardingPropagator._propagate_tensor_meta_non_cached = _shape_of_detached
+ShardingPropagator._propagate_tensor_meta_non_cached = _shape_of_copy
 
 gc.disable()  # until all test files are imported, which leaves no garbage
 
