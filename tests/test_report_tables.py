@@ -34,6 +34,10 @@ def start(begins: int, last: int, time: float = 0.0, ended: str | None = None, w
         ("time/step_s", None, True), ("time/step_s", "1", False), ("train/loss", None, True),
         ("train/loss", [1], False),
         ("experts/max_over_mean", [1, 2.5, None], True), ("experts/max_over_mean", [1, "2"], False),
+        ("experts/max_over_mean", [], False), ("experts/max_over_mean", 2.5, False), ("experts/dead", [1], False),
+        ("mesh", {}, True), ("mesh", [2], False), ("mesh", {"fsdp": "2"}, False), ("mesh", {"fsdp": 0}, False),
+        ("experts", {"num": 8, "top_k": 2}, True), ("experts", {"num": 8}, False), ("experts", 8, False),
+        ("experts", {"num": 8, "top_k": 0}, False), ("load", [[1], []], False), ("load", [], True),
         ("load", [[1, 2.5], [3]], True), ("load", [[1, None]], False), ("load", [1], False), ("load", None, False),
     ],
 )  # fmt: skip

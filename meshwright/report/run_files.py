@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,21 +162,32 @@ def _has_valid_type(name: str, value: Any) -> bool:
     A file that another program has touched must not break the page: a line with a string in place of a number is
     dropped.
     """
-    if name == "load":
-        return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
+    if name in _CHECKS:
+        return _CHECKS[name](value)
     if name in _NUMBER_FIELDS and not isinstance(value, int | float):
         return False
     if name in ("time", "seconds") or name.startswith("time/"):
         limit = _LATEST_S if name == "time" else _LONGEST_S
         return value is None or (isinstance(value, int | float) and abs(value) <= limit)
-    if name.startswith("experts/") and isinstance(value, list):
-        return _is_list_of(int | float | None, value)
     return "/" not in name or isinstance(value, int | float | None)
 
 
 def _is_list_of(kind: Any, value: Any) -> bool:
     """Return whether a value is a list of a type."""
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def _is_dict_of_sizes(value: Any) -> bool:
+    """Return whether a value is a dict of whole numbers above 0."""
+    return isinstance(value, dict) and all(isinstance(each, int) and each > 0 for each in value.values())
+
+
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "mesh": _is_dict_of_sizes,
+    "experts": lambda value: _is_dict_of_sizes(value) and {"num", "top_k"} <= {*value},
+    "experts/max_over_mean": lambda value: _is_list_of(int | float | None, value) and len(value) > 0,
+    "load": lambda value: isinstance(value, list) and all(_is_list_of(int | float, each) and each for each in value),
+}
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
