@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor import config as compiler
 
 import meshwright as mw
@@ -318,22 +320,28 @@ def test_accumulated_gradients_are_shards(source: Callable[..., Path]) -> None:
     assert worlds.run(2, _whole_gradients, source("qwen3")) == [0, 0]
 
 
-def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Counter[tuple[str, int]]]:
-    """Return gradients, and the collectives with their bytes."""
-    model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, memory=mw.MemoryOptions(compiled=compiled))
-    engine = mw.Engine(model, lr=1e-3)
-    with Recorder() as recorder:
-        engine.backward(tiny.batches(0))
+def _gradients(directory: Path, backend: str) -> tuple[dict[str, Tensor], Counter[tuple[str, int]]]:
+    """Return gradients, and the collectives with their bytes. `backend`: of torch.compile; "": nothing is compiled."""
+    compiled = partial(torch.compile, backend=backend)
+    with patch.object(torch, "compile", compiled):
+        memory = mw.MemoryOptions(compiled=bool(backend))
+        model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, memory=memory)
+        engine = mw.Engine(model, lr=1e-3)
+        with Recorder() as recorder:
+            engine.backward(tiny.batches(0))
+    assert bool(counters["stats"]["unique_graphs"]) == bool(backend)
     return mw.gather(model, "grad"), Counter((each.op, each.num_bytes) for each in recorder.collectives)
 
 
 @pytest.mark.slow
-def test_compiled_gradients_and_collectives(source: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=parts.IN_MATRIX)])
+def test_compiled_gradients_and_collectives(source: Callable[..., Path], backend: str) -> None:
+    """torch cuts the graphs of forward and backward with either backend. g++ takes most of the time of inductor."""
     at = source("qwen3", num_hidden_layers=1)
-    (plain, sent), _ = worlds.run(2, _gradients, at, False)
+    (plain, sent), _ = worlds.run(2, _gradients, at, "")
     with compiler.patch({"compile_threads": 1, "cpp.simdlen": 1}):  # no processes of a rank; less work for g++
         importlib.import_module("torch._inductor.compile_fx")  # once, not on each rank
-        (compiled, sent_compiled), _ = worlds.run(2, _gradients, at, True, seconds=240)
+        (compiled, sent_compiled), _ = worlds.run(2, _gradients, at, backend, seconds=240)
     assert sent_compiled == sent
     for name, grad in plain.items():
         assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
@@ -341,8 +349,6 @@ def test_compiled_gradients_and_collectives(source: Callable[..., Path]) -> None
 
 def _graphs(directory: Path) -> list[int]:
     """Count graphs after a step, and after one with other documents; -1 where the compiler gave up."""
-    from torch._dynamo.utils import counters
-
     made, real = [], torch.compile
     torch.compile = lambda f, **options: real(f, backend="eager", **options)  # type: ignore[assignment]
     model = mw.load(directory, mw.Mesh(tp=2, ep=2), dtype=torch.float64, memory=mw.MemoryOptions(compiled=True))
