@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._inductor import config as inductor
+from torch._inductor import cpu_vec_isa
 
 from meshwright.log import logger
 from meshwright.ops import causal_conv, delta, documents, gated_rms_norm, norms, rms_norm, rope, rotate, swiglu
@@ -157,8 +159,11 @@ def test_norms_gates_and_rotations(tmp_path):
 
 
 def compiled_on_a_cpu(cache, functions):
+    """Compile without vectors: g++ would take longer to find out which kinds the CPU has than for the kernels."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    with patch.object(module, "SLOW", ("meta",)):
+    options = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+    no_vectors = patch.object(cpu_vec_isa, "valid_vec_isa_list", list)
+    with patch.object(module, "SLOW", ("meta",)), inductor.patch(options), no_vectors:
         compiled_on("cpu", functions)
 
 
