@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := requirements/constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_ARGS)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test matrix kernels versions check format clean
@@ -50,7 +50,8 @@ clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-# torch goes first and alone: PIP_ARGS may choose its build, and the constraints keep pip from fetching another.
+# torch goes first and alone: PIP_ARGS may choose its build, and the constraints keep pip from fetching another. pip would
+# compile to bytecode on one core; compileall takes all, and fails on templates that are not Python, as pip would too.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; install Python 3.11, 3.12 or 3.13, or name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v[:2] < (3, 14) else f"$(PYTHON) is Python {v[0]}.{v[1]}, meshwright needs 3.11, 3.12 or 3.13; name one: make setup PYTHON=python3.11")'
@@ -60,5 +61,6 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PIP_INSTALL) $(TORCH)
 	@echo "setup: installing meshwright[dev], editable"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 	@echo "setup: done"
