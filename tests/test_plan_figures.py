@@ -115,7 +115,7 @@ def test_an_estimate_is_that_of_the_rank_that_sends_most(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("name", "mesh", "noted"),
-    [("even", dict(pp=2), False), ("even", dict(pp=2, cp=2), True),
+    [("even", dict(pp=2), False), ("even", dict(pp=2, cp=2), True), ("even", dict(pp=2, tp=2), False),
      ("even", dict(pp=2, fsdp=2), True), ("qwen3_moe", dict(pp=2, tp=2), True)],
 )  # fmt: skip
 def test_parameters_that_a_pipeline_gathers_anew_are_noted(name: str, mesh: dict[str, int], noted: bool) -> None:
@@ -175,7 +175,7 @@ def test_bars_of_memory_fit_the_page(device: int | None, longest: int, monkeypat
     monkeypatch.setattr(page, "communicators", lambda _: fake(count=0))
     monkeypatch.setattr(page, "peak_note", lambda _: None)
     most = RankMemory(0, (Stored("parameters", 600), Stored("moments", 400)))
-    shown = page._memory(fake(memories=[most], most=most, device=device, optimizer=AdamW()))
+    shown = page._memory(fake(memories=[most], by_kind=[most.parts], most=most, device=device, optimizer=AdamW()))
     bar = shown[: shown.index("</div>", shown.index('class="bar"'))]
     widths = [float(each) for each in re.findall(r"width:([\d.]+)%", bar)]
     assert sum(widths) == pytest.approx(longest)

@@ -116,6 +116,15 @@ def test_the_rank_that_stores_most_comes_first() -> None:
     assert memories(5, 5) == [(0, 5)]
 
 
+def test_a_kind_that_one_rank_stores_has_a_row_for_both() -> None:
+    """Colours of bars and rows are numbers of kinds, so both ranks have the same kinds in the same order."""
+    memories = [RankMemory(1, STORED), RankMemory(0, (Stored("copies", 5), Stored(GRADIENTS, 6)))]
+    by_kind = cast(Any, Figures.by_kind).fget(fake(memories=memories))
+    most = {"parameters": 60, GRADIENTS: 7, "moments on the host": 100, "copies": 0}
+    assert by_kind == [most, {"parameters": 0, GRADIENTS: 6, "moments on the host": 0, "copies": 5}]
+    assert [*by_kind[0]] == [*by_kind[1]] == [*most]
+
+
 def test_the_sender_is_the_rank_with_the_most_bytes() -> None:
     bills = {0: [(5, 100)], 6: [(3, 200), (1, 1)], 12: [(1, 600)]}
     bill = lambda rank: [Charge("x", "send", ("pp",), num, count) for count, num in bills[rank]]  # noqa: E731

@@ -210,7 +210,7 @@ def test_bars_of_collectives_are_as_long_as_these_take() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (1.25, "1.25 s"), (0.9999, "1.00 s"), (0.0456, "45.6 ms"), (1.2e-5, "12.0 us"), (1e-9, "0.00 us"),
-     (1234.5, "1,234 s")],
+     (1234.5, "1,234 s"), (9.78, "9.78 s"), (9.996, "10.0 s"), (99.6, "99.6 s"), (99.96, "100 s")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -237,6 +237,12 @@ class Figures:
         return [most, least] if least.num_bytes < most.num_bytes else [most]
 
     @property
+    def by_kind(self) -> list[dict[str, int]]:
+        """Return the bytes of `memories` by kind. A kind that only one of the two ranks stores is 0 for the other."""
+        kinds = dict.fromkeys(what for memory in self.memories for what in memory.parts)
+        return [{what: memory.parts.get(what, 0) for what in kinds} for memory in self.memories]
+
+    @property
     def most(self) -> RankMemory:
         """Return the rank that stores most."""
         return self.memories[0]

@@ -7,6 +7,7 @@ its real sizes. Identical layers share a line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 
 from ..errors import counted
@@ -113,10 +114,10 @@ def _memory(figures: Figures) -> str:
     text = "Every rank stores the same amount." if equal else (
         f"Rank {memories[0].rank:,} stores most, and rank {memories[-1].rank:,} stores least."
     )  # fmt: skip
-    bars = (_memory_bar(memory, figures, whole) for memory in memories)
-    by_kind, unit = [memory.parts for memory in memories], unit_of(whole)
+    by_kind, unit = figures.by_kind, unit_of(whole)
+    bars = map(partial(_memory_bar, figures, whole), memories, by_kind)
     rows = [
-        [Cell(kind(what, figures), f"key tint{n}"), *(_in(unit, of_rank.get(what, 0)) for of_rank in by_kind)]
+        [Cell(kind(what, figures), f"key tint{n}"), *(_in(unit, of_rank[what]) for of_rank in by_kind)]
         for n, what in enumerate(by_kind[0])
     ]
     rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
@@ -134,9 +135,9 @@ def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:
     return Cell(in_unit(num_bytes, unit), style, title=f"{num_bytes:,} bytes")
 
 
-def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
+def _memory_bar(figures: Figures, whole: int, memory: RankMemory, by_kind: Mapping[str, int]) -> str:
     """Draw the memory of a rank, with a mark where the device ends if it is too small."""
-    parts = ((num, f"{kind(what, figures)}: {num:,} bytes") for what, num in memory.parts.items())
+    parts = ((num, f"{kind(what, figures)}: {num:,} bytes") for what, num in by_kind.items())
     rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank:,}"
     device = f" of {nominal(figures.device)}" if figures.device else ""
     label = wrap("div", tag("span", rank), tag("span", size(memory.num_bytes) + device), kind="label")

@@ -115,8 +115,9 @@ def pipeline_notes(figures: Figures) -> list[str]:
             f"{batches} for pp={pp} cannot keep all stages busy: a rank waits {timetable(figures).bubble:.1%} of a "
             f"step. Use more --micro-batches: {pp} or several times as many."
         )
-    # Without these axes nothing is sharded, so `hold` would save no collective.
-    if not spec.holds(pp) and any(figures.axes.size_of(axis) > 1 for axis in ("fsdp", "cp", "efsdp")):
+    # Without these axes nothing is sharded, so `hold` would save no collective. Only experts are on efsdp.
+    sharding = ("fsdp", "cp", "efsdp") if figures.blueprint.balance.num_experts else ("fsdp", "cp")
+    if not spec.holds(pp) and any(figures.axes.size_of(axis) > 1 for axis in sharding):
         lines.append(
             "Parameters are gathered and gradients reduced in every micro-batch; with --hold once a step, which takes "
             "more memory. A run does so by default if that memory is less than a third of its device."

@@ -175,9 +175,9 @@ def _memory(figures: Figures) -> Grid:
         grid.add_column(
             f"rank {memory.rank:,} ({which})" if len(figures.memories) > 1 else "each rank", justify="right"
         )
-    by_kind = [memory.parts for memory in figures.memories]
+    by_kind = figures.by_kind
     for what in by_kind[0]:
-        grid.add_row(kind(what, figures), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
+        grid.add_row(kind(what, figures), *(in_unit(of_rank[what], unit) for of_rank in by_kind))
     grid.add_section()
     grid.add_row("total", *(in_unit(memory.num_bytes, unit) for memory in figures.memories), style="bold")
     nccl = communicators(figures)

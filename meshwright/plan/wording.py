@@ -55,7 +55,8 @@ def duration(seconds: float) -> str:
         ((n, u) for n, u in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if seconds >= 0.9995 * u), ("us", 1e-6)
     )
     value = seconds / unit
-    return f"{value:,.{max(0, 3 - len(f'{value:.0f}'))}f} {name}" if seconds else "0 s"
+    before_point = len(str(int(float(f"{value:.3g}"))))
+    return f"{value:,.{max(0, 3 - before_point)}f} {name}" if seconds else "0 s"
 
 
 def span(least: int, most: int, to: str = " to ") -> str:
