@@ -90,7 +90,9 @@ LAST_FULL: dict[str, Any] = dict(
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_5", ""), ("qwen3_5_moe", ""), ("qwen3_5_moe", "fused"), ("qwen3_next", ""), ("qwen3_next", "fused")],
+    parts.every(
+        2, [("qwen3_5", ""), ("qwen3_5_moe", ""), ("qwen3_5_moe", "fused"), ("qwen3_next", "fused"), ("qwen3_next", "")]
+    ),
 )
 def test_the_head_of_transformers_computes_what_ours_does(tmp_path: Path, family: str, layout: str) -> None:
     """Compare logits at each position, and so the loss and the acceptance that a step reports."""
@@ -122,10 +124,8 @@ def test_transformers_has_no_head_of_residual_streams(tmp_path: Path) -> None:
 TEXT = (Path(__file__).parents[1] / "examples" / "text" / "lighthouse.txt").read_text("utf-8")[:240]  # of the demo
 TOKENS = [byte for byte in " ".join(TEXT.split()).encode() if byte < 131]
 PROMPT, NUM_NEW = TOKENS[40:60], 60
-# Layers and steps. Training takes most of the time of this file, so `make test` trains one kind.
-KINDS = {"full": (["full_attention"] * 3, 240 if parts.ALL else 150)}
-KINDS |= {"hybrid": (LAST_FULL["layer_types"], 130)} if parts.ALL else {}
-of_matrix = pytest.mark.skipif(not parts.ALL, reason="a trained hybrid model is part of make matrix")
+# Layers and steps. Training takes a minute, so `make matrix` drafts.
+KINDS = {"full": (["full_attention"] * 3, 240), "hybrid": (LAST_FULL["layer_types"], 130)}
 
 
 def trained(model: mw.Model, steps: int, *, length: int = 96) -> None:
@@ -209,6 +209,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch, model: Any) -> Drafts:
     return Drafts(out.sequences[0].tolist(), torch.cat(out.logits), accepted, scores, states, positions)
 
 
+@parts.IN_MATRIX
 def test_transformers_accepts_more_drafts_of_a_trained_head(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {}
     for name in ("drawn", "trained"):
@@ -233,7 +234,7 @@ def test_transformers_accepts_more_drafts_of_a_trained_head(exports: Path, monke
     assert shares["trained"] > 0.5
 
 
-@of_matrix
+@parts.IN_MATRIX
 def test_a_hybrid_model_accepts_more_drafts_too(exports: Path) -> None:
     """Reckon along the text of the trunk, since transformers does not generate with the heads of these models."""
     shares = {}
@@ -247,7 +248,7 @@ def test_a_hybrid_model_accepts_more_drafts_too(exports: Path) -> None:
     assert shares["trained"] > 0.5
 
 
-@of_matrix
+@parts.IN_MATRIX
 def test_transformers_refuses_to_draft_for_hybrid_models(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show why: a rejected draft stays in the state of delta nets, since `crop` of its cache leaves that as it is."""
     model, _ = loaded(exports / "hybrid" / "drawn")
