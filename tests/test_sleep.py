@@ -53,17 +53,17 @@ CASES = [
     Case("one"),
     Case("one, bfloat16, 8-bit state", "wide", dtype=None, state=torch.uint8),
     Case("one, frozen in 4 bits", "wide", dtype=None, model=dict(lora=LORA, frozen="nf4")),
-    Case("fsdp", mesh=FSDP),
-    Case("fsdp, 8-bit state", "wide", FSDP, F32, state=torch.uint8),
     Case("fsdp, frozen in 8 bits", "fp8", FSDP, F32, dict(train=["layers.1.*"])),
     Case("fsdp, gathered once", mesh=FSDP, memory=dict(gather_once=True, sum_once=True)),
     Case("fsdp, offload", mesh=FSDP, memory=dict(offload=True)),
     Case("tp", mesh=TP),
     Case("pp", mesh=PP),
     Case("pp, the last stage alone is trained", mesh=PP, model=dict(train=["layers.1.*"])),
-    Case("experts", "qwen3_moe", EXPERTS),
     Case("experts, adapters", "qwen3_moe", EXPERTS, None, dict(lora=LORA)),
     *([
+        Case("fsdp", mesh=FSDP),
+        Case("fsdp, 8-bit state", "wide", FSDP, F32, state=torch.uint8),
+        Case("experts", "qwen3_moe", EXPERTS),
         Case("fsdp, adapters", mesh=FSDP, model=dict(lora=LORA)),
         Case("fsdp, kept gathered", mesh=FSDP, memory=dict(reshard=False, recompute="full")),
         Case("fsdp, bfloat16", mesh=FSDP, dtype=None),
@@ -80,20 +80,8 @@ CASES = [
     ] if parts.ALL else []),
 ]  # fmt: skip
 NOISE = 1000  # bytes of results of collectives, and of counters, which come and go
-COUNTED = (
-    (
-        "one, bfloat16, 8-bit state",
-        "fsdp, adapters",
-        "fsdp, frozen in 8 bits",
-        "fsdp, gathered once",
-        "fsdp, kept gathered",
-        "tp",
-        "pp",
-        "experts",
-    )
-    if parts.ALL
-    else ("one, bfloat16, 8-bit state", "fsdp, frozen in 8 bits", "fsdp, gathered once", "pp", "experts")
-)
+COUNTED = ["one, bfloat16, 8-bit state", "fsdp, frozen in 8 bits", "fsdp, gathered once", "pp"]
+COUNTED += ["fsdp, adapters", "fsdp, kept gathered", "tp", "experts"] if parts.ALL else []
 
 
 @pytest.fixture(scope="module")
@@ -216,16 +204,20 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[str]:
         yield at
 
 
-@pytest.fixture(scope="module")
-def ran(sources: Callable[[str], Path]) -> Callable[[str], list[tuple[str, list[int]]]]:
-    by_name = {case.name: case for case in CASES}
+def in_worlds(sources: Callable[[str], Path], act: Callable[[Path, Case], Any], names: Sequence[str]) -> Any:
+    """Return the results of all ranks by the name of a case. Cases of one mesh share a world."""
+    by_name = {case.name: case for case in CASES if case.name in names}
 
     def run(group: Sequence[str]) -> dict[str, Any]:
-        cases = {name: functools.partial(both, sources(by_name[name].source), by_name[name]) for name in group}
+        cases = {name: functools.partial(act, sources(by_name[name].source), by_name[name]) for name in group}
         return worlds.in_turn(trials.world_of(dict(by_name[group[0]].mesh)), cases)
 
-    # One world for meshes of as many ranks: each case has a mesh of its own.
-    return worlds.shared({case.name: case.mesh for case in CASES}, run)
+    return worlds.shared({name: case.mesh for name, case in by_name.items()}, run)
+
+
+@pytest.fixture(scope="module")
+def ran(sources: Callable[[str], Path]) -> Callable[[str], list[tuple[str, list[int]]]]:
+    return in_worlds(sources, both, [case.name for case in CASES])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -255,13 +247,7 @@ def remaining(source: Path, case: Case) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def counted(sources: Callable[[str], Path]) -> Callable[[str], list[tuple[int, int, int]]]:
-    by_name = {case.name: case for case in CASES if case.name in COUNTED}
-
-    def run(group: Sequence[str]) -> dict[str, Any]:
-        cases = {name: functools.partial(remaining, sources(by_name[name].source), by_name[name]) for name in group}
-        return worlds.in_turn(trials.world_of(dict(by_name[group[0]].mesh)), cases)
-
-    return worlds.shared({name: case.mesh for name, case in by_name.items()}, run)
+    return in_worlds(sources, remaining, COUNTED)
 
 
 @pytest.mark.parametrize("name", COUNTED)
