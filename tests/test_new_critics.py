@@ -49,12 +49,46 @@ def trained(source: Path, out: Path, **options: Any) -> tuple[Tensor, dict[str, 
     return mw.logits(again, batch)[LAST], mw.gather(again)
 
 
-@pytest.mark.parametrize("name", parts.every(2, CLASSES))
-def test_transformers_loads_it_as_what_it_is(tmp_path: Path, name: str) -> None:
-    source, out = language_model(tmp_path / "m", name), tmp_path / "out"
-    values, weights = worlds.run(2, trained, source, out)[0]
+def in_two_files(source: Path) -> Path:
+    """Let the last file hold the head and nothing else."""
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    names = {key: f"model-0000{1 + (key == 'lm_head.weight')}-of-00002.safetensors" for key in tensors}
+    for file in set(names.values()):
+        save_file({k: t for k, t in tensors.items() if names[k] == file}, source / file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    return source
+
+
+NAMED = parts.every(2, CLASSES)
+# Exports in files of two, of a family without such a class, of a tied head that is stored twice, with the head kept.
+OTHERS = ("qwen3 in two files", "qwen3_5_moe", "qwen3_tied", "qwen3, kept")
+
+
+def source_of(at: Path, name: str) -> Path:
+    if name == "qwen3_tied":
+        return tiny.directory(at, name, layout="twice")
+    source = language_model(at, name.partition(",")[0].partition(" in ")[0])
+    return in_two_files(source) if name.endswith("files") else source
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[Tensor, dict[str, Tensor]]]]:
+    """A folder for each name with a source and exports of it; and what `trained` returns."""
+    root = tmp_path_factory.mktemp("critics")
+    cases = {}
+    for name in (*NAMED, *OTHERS):
+        options = dict(keep_lm_head=True) if name.endswith("kept") else {}
+        cases[name] = partial(trained, source_of(root / name / "m", name), root / name / "out", **options)
+    return root, {name: answers[0] for name, answers in worlds.in_turn(2, cases).items()}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_transformers_loads_it_as_what_it_is(exported: Any, name: str) -> None:
+    out, (values, weights) = exported[0] / name / "out", exported[1][name]
     assert json.loads((out / "config.json").read_text())["architectures"] == [CLASSES[name]]
-    assert bytes_of(out) == bytes_of(tmp_path / "again")
+    assert bytes_of(out) == bytes_of(out.with_name("again"))
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     model, info = load(out, dtype=torch.float32, output_loading_info=True)
     assert type(model).__name__ == CLASSES[name]
@@ -65,57 +99,44 @@ def test_transformers_loads_it_as_what_it_is(tmp_path: Path, name: str) -> None:
     assert "lm_head.weight" not in weights
 
 
-def test_it_is_no_whole_language_model(tmp_path: Path) -> None:
-    worlds.run(2, trained, language_model(tmp_path / "m", "qwen3"), tmp_path / "out")
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+def test_it_is_no_whole_language_model(exported: Any) -> None:
+    out = exported[0] / "qwen3 in two files" / "out"
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}
     assert info["unexpected_keys"] == {"score.weight"}
 
 
-def test_the_head_stays_if_requested(tmp_path: Path) -> None:
-    source = language_model(tmp_path / "m", "qwen3")
-    worlds.run(2, partial(trained, keep_lm_head=True), source, tmp_path / "out")
-    before, after = (load_file(at / "model.safetensors") for at in (source, tmp_path / "out"))
+def test_the_head_stays_if_requested(exported: Any) -> None:
+    at = exported[0] / "qwen3, kept"
+    before, after = (load_file(at / each / "model.safetensors") for each in ("m", "out"))
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
-    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "again")  # a source that holds both is kept
+    assert bytes_of(at / "out") == bytes_of(at / "again")  # a source that holds both is kept
 
 
-def test_a_family_without_such_a_class_names_none(tmp_path: Path) -> None:
-    source = language_model(tmp_path / "m", "qwen3_5_moe")
-    worlds.run(2, trained, source, tmp_path / "out")
+def test_a_family_without_such_a_class_names_none(exported: Any) -> None:
+    at = exported[0] / "qwen3_5_moe"
     assert not hasattr(transformers, "Qwen3_5MoeTextForSequenceClassification")
     assert not hasattr(transformers, "Qwen3_5MoeForSequenceClassification")
-    before, after = (json.loads((at / "config.json").read_text()) for at in (source, tmp_path / "out"))
+    before, after = (json.loads((at / each / "config.json").read_text()) for each in ("m", "out"))
     assert after == {**{k: v for k, v in before.items() if k != "architectures"}, "num_labels": 1}
-    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in load_file(at / "out" / "model.safetensors")
 
 
-def test_index_and_files_follow(tmp_path: Path) -> None:
-    """The last file holds the head and nothing else."""
-    source = language_model(tmp_path / "m", "qwen3")
-    tensors = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    names = {key: f"model-0000{1 + (key == 'lm_head.weight')}-of-00002.safetensors" for key in tensors}
-    for file in set(names.values()):
-        save_file({k: t for k, t in tensors.items() if names[k] == file}, source / file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    worlds.run(2, trained, source, tmp_path / "out")
-    result = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+def test_index_and_files_follow(exported: Any) -> None:
+    at = exported[0] / "qwen3 in two files"
+    tensors = json.loads((at / "m" / "model.safetensors.index.json").read_text())["weight_map"]
+    result = json.loads((at / "out" / "model.safetensors.index.json").read_text())
     [file] = set(result["weight_map"].values())
-    held = load_file(tmp_path / "out" / file)
-    assert {p.name for p in (tmp_path / "out").glob("*.safetensors")} == {file}
+    held = load_file(at / "out" / file)
+    assert {p.name for p in (at / "out").glob("*.safetensors")} == {file}
     assert set(held) == set(result["weight_map"]) == {*tensors, "score.weight"} - {"lm_head.weight"}
     assert result["metadata"]["total_size"] == sum(t.nbytes for t in held.values())
 
 
-def test_a_tied_head_that_is_stored_twice_is_left_out_too(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
-    _, weights = worlds.run(2, trained, source, tmp_path / "out")[0]
-    assert "lm_head.weight" not in weights
-    _, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+def test_a_tied_head_that_is_stored_twice_is_left_out_too(exported: Any) -> None:
+    assert "lm_head.weight" not in exported[1]["qwen3_tied"][1]
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    _, info = load(exported[0] / "qwen3_tied" / "out", output_loading_info=True)
     assert not any(info.values()), info
 
 

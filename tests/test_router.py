@@ -48,12 +48,13 @@ def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple
     return loss, mw.gather(engine.model, "grad")
 
 
-@pytest.mark.parametrize("name", MOE)
-@pytest.mark.parametrize(
-    ("mesh", "length"),
-    [({}, None), ({}, 70), (dict(tp=2, ep=2), 58), *([(dict(tp=2), 70)] if parts.ALL else [])],
-    ids=str,
-)
+TP = dict(tp=2, ep=2)
+WITH_PADDING: list[Any] = [("qwen3_moe", {}, 70), ("qwen3_5_moe", TP, 58)]
+if parts.ALL:
+    WITH_PADDING = [(name, *each) for name in MOE for each in (({}, None), ({}, 70), (TP, 58), (dict(tp=2), 70))]
+
+
+@pytest.mark.parametrize(("name", "mesh", "length"), WITH_PADDING, ids=str)
 def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
     """Padding counts nothing."""
     ref_loss, ref = on_one(reference_outputs, name)
@@ -70,7 +71,7 @@ def in_micro_batches(source: Path, num: int) -> tuple[float, dict[str, Tensor]]:
     return loss, mw.gather(engine.model, "grad")
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", parts.every(2, MOE))
 def test_equal_micro_batches_have_the_aux_loss_of_one(sources: dict[str, Path], name: str) -> None:
     """The aux loss is a mean over micro-batches, as the loss is one over their tokens."""
     one, three = (on_one(in_micro_batches, sources[name], num) for num in (1, 3))
@@ -97,14 +98,6 @@ def two_streams(rank: int, num: int) -> list[mw.Batch]:
     return [batch for stream in range(rank, 2, num) for batch in tiny.batches(stream)]
 
 
-MESHES = [dict(fsdp=2), dict(fsdp=2, tp=2, ep=4), dict(tp=2, ep=2)]
-
-
-@pytest.mark.parametrize("mesh", MESHES if parts.ALL else MESHES[2:3], ids=trials.named)
-def test_previous_does_not_depend_on_the_mesh(sources: dict[str, Path], mesh: dict[str, int]) -> None:
-    check_same(sources["qwen3_moe"], mesh, "previous", two_streams)
-
-
 def one_batch_a_rank(rank: int, num: int) -> list[mw.Batch]:
     """The pooled formula is of the micro-batch of all data ranks: one process sees it as one longer micro-batch."""
     documents = [[5, 6, 7, 8, 9, 10, 11], [1, 2, 3], [100] * 8, [33, 44]]
@@ -113,19 +106,41 @@ def one_batch_a_rank(rank: int, num: int) -> list[mw.Batch]:
     return [mw.pack(documents)]
 
 
-def test_pooled_is_over_all_data_ranks(sources: dict[str, Path]) -> None:
-    check_same(sources["qwen3_moe"], dict(fsdp=2), "pooled", one_batch_a_rank)
-    check_same(sources["qwen3_moe"], dict(tp=2, ep=2), "pooled", one_batch_a_rank)
+PREVIOUS, POOLED = ("previous", two_streams), ("pooled", one_batch_a_rank)
+ON_MESHES = [(TP, *PREVIOUS), (dict(fsdp=2), *POOLED), (TP, *POOLED)]
+if parts.ALL:
+    ON_MESHES += [(dict(fsdp=2), *PREVIOUS), (dict(fsdp=2, tp=2, ep=4), *PREVIOUS)]
 
 
-def check_same(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> None:
-    losses, loads, grads = on_one(alone, source, mode, batches)
-    for rank, result in enumerate(worlds.run(trials.world_of(mesh), stepped, source, mesh, mode, batches)):
-        assert result[0] == pytest.approx(losses, rel=1e-9)
-        assert all(torch.equal(a, b) for a, b in zip(result[1], loads, strict=True))
-        if rank == 0:
-            for key, grad in grads.items():
-                assert (result[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+@pytest.fixture(scope="module")
+def on_ranks(sources: dict[str, Path]) -> Callable[[Any], Any]:
+    """The results of all ranks, by the number of a case."""
+
+    def run(group: Any) -> Any:
+        cases = {at: functools.partial(stepped, sources["qwen3_moe"], *ON_MESHES[at]) for at in group}
+        return worlds.in_turn(trials.world_of(ON_MESHES[group[0]][0]), cases)
+
+    return worlds.shared({at: trials.world_of(mesh) for at, (mesh, *_) in enumerate(ON_MESHES)}, run)
+
+
+def check_same(sources: dict[str, Path], on_ranks: Any, wanted: Any) -> None:
+    for at, (_, *how) in enumerate(ON_MESHES):
+        if tuple(how) != wanted:
+            continue
+        losses, loads, grads = on_one(alone, sources["qwen3_moe"], *how)
+        for result in on_ranks(at):
+            assert result[0] == pytest.approx(losses, rel=1e-9)
+            assert all(torch.equal(a, b) for a, b in zip(result[1], loads, strict=True))
+        for key, grad in grads.items():
+            assert (on_ranks(at)[0][2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+
+
+def test_previous_does_not_depend_on_the_mesh(sources: dict[str, Path], on_ranks: Any) -> None:
+    check_same(sources, on_ranks, PREVIOUS)
+
+
+def test_pooled_is_over_all_data_ranks(sources: dict[str, Path], on_ranks: Any) -> None:
+    check_same(sources, on_ranks, POOLED)
 
 
 def test_previous_begins_with_even_shares(sources: dict[str, Path]) -> None:
@@ -142,16 +157,17 @@ def cut(num: int) -> Any:
 
 
 def test_previous_does_not_depend_on_the_cut(sources: dict[str, Path]) -> None:
-    one = worlds.run(1, stepped, sources["qwen3_moe"], {}, "previous", cut(1))[0]
-    for num in (2, 4):
-        many = worlds.run(1, stepped, sources["qwen3_moe"], {}, "previous", cut(num))[0]
+    nums = (1, 2, 4) if parts.ALL else (1, 4)
+    cases = {num: functools.partial(alone, sources["qwen3_moe"], "previous", cut(num)) for num in nums}
+    one, *several = [of_rank for (of_rank,) in worlds.in_turn(1, cases).values()]
+    for many in several:
         assert many[0] == pytest.approx(one[0], rel=1e-12)
         for key, grad in one[2].items():
             assert (many[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
 
 
-def test_load_counts_every_token_once(sources: dict[str, Path]) -> None:
-    _, loads, _ = worlds.run(2, stepped, sources["qwen3_moe"], dict(fsdp=2), "pooled", two_streams)[0]
+def test_load_counts_every_token_once(on_ranks: Any) -> None:
+    _, loads, _ = on_ranks(0)[0]  # of tp=2, whose ranks see the same tokens
     tokens = sum(len(b) - b.num_filler for b in two_streams(0, 1))
     assert [load.shape for load in loads] == [(2, 8), (2, 8)]
     assert [load.sum(1).tolist() for load in loads] == [[3 * tokens] * 2] * 2
@@ -162,13 +178,11 @@ def test_an_unknown_mode(sources: dict[str, Path]) -> None:
         worlds.run(1, stepped, sources["qwen3_moe"], {}, "global", two_streams)
 
 
-@pytest.mark.parametrize("mode", ["pooled", "previous"])
-def test_a_coefficient_of_0_is_no_finding_of_verify(tmp_path: Path, mode: str) -> None:
+def test_a_coefficient_of_0_is_no_finding_of_verify(tmp_path: Path) -> None:
     """Nor are experts of new adapters that no token chose: their gradients are 0."""
     options = dict(output_router_logits=True, router_aux_loss_coef=0.0, num_experts=32, num_experts_per_tok=1)
     source = tiny.directory(tmp_path / "m", "qwen3_moe", **options)
-    plain = trials.trial(source, {})
-    tried = trials.changed(plain, router_aux=mode, lora=mw.Lora(rank=2, b_std=0.1), steps=1)
-    (reference,) = trials.references([tried])
-    assert (reference.steps[0].loads == 0).any()
-    assert reference.notes.findings == []
+    plain = trials.changed(trials.trial(source, {}), lora=mw.Lora(rank=2, b_std=0.1), steps=1)
+    for reference in trials.references([trials.changed(plain, router_aux=mode) for mode in ("pooled", "previous")]):
+        assert (reference.steps[0].loads == 0).any()
+        assert reference.notes.findings == []

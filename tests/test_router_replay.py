@@ -58,10 +58,10 @@ def rollout(model: mw.Model) -> list[Tensor]:
     return choices
 
 
-def trained(source: Path, mesh: dict[str, int], recompute: bool, replay: bool) -> dict[str, Any]:
+def trained(source: Path, mesh: dict[str, int], recompute: bool) -> dict[str, Any]:
     engine = mw.Engine(model_of(source, mesh, recompute), lr=1e-2)
     mesh_, documents = engine.model.mesh, rl_losses.documents()
-    given = rollout(engine.model) if replay else None
+    given = rollout(engine.model)
     batches = mw.batches(documents, mesh_, max_tokens=64, trained=rl_losses.masks(), experts=given)
     seen = [mw.expert_choices(engine.model, batch) for batch in batches]
     # The same choices, recorded and given back: nothing changes.
@@ -77,10 +77,8 @@ def trained(source: Path, mesh: dict[str, int], recompute: bool, replay: bool) -
     ("family", "mesh"), TRIED, ids=lambda each: each if isinstance(each, str) else trials.named(each)
 )
 def test_replayed_choices_on_a_mesh(sources: dict[str, Path], family: str, mesh: dict[str, int]) -> None:
-    cases = {
-        (recompute, replay): lambda r=recompute, p=replay: trained(sources[family], mesh, r, p)
-        for recompute, replay in ((True, True), (False, True))
-    }  # fmt: skip
+    recomputes = parts.every(2, (False, True), FAMILIES.index(family))
+    cases = {each: lambda each=each: trained(sources[family], mesh, each) for each in recomputes}
     alone = _alone(sources[family])
     for ranks in worlds.in_turn(trials.world_of(mesh), cases, seconds=120).values():
         for rank, answer in enumerate(ranks):
@@ -96,7 +94,7 @@ _found: dict[str, Any] = {}
 
 def _alone(source: Path) -> dict[str, Any]:
     if source.name not in _found:
-        (_found[source.name],) = worlds.run(1, trained, source, {}, False, True)
+        (_found[source.name],) = worlds.run(1, trained, source, {}, False)
     return _found[source.name]
 
 
