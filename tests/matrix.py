@@ -19,7 +19,7 @@ import heapq
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -107,11 +107,11 @@ def everything(ranks: Sequence[int] = (1, 2, 4, 8)) -> list[Dials]:
     return [r for r in runs if "moe" in r.family or r.ep == 1 or (r.recompute, r.kind, r.reshard) == plain]
 
 
-def pairwise(runs: Sequence[Dials], proven: Sequence[Dials] = ()) -> list[Dials]:
+def pairwise(runs: Sequence[Dials], proven: Set[object] = frozenset()) -> list[Dials]:
     """Choose runs in which any two options meet in all values in which they meet in `runs`, preferring small worlds.
-    Pairs that meet in `proven` runs are left out."""
+    Pairs in `proven` are left out."""
     pairs = {run: pairs_of(run) for run in runs}
-    left = set().union(*pairs.values()).difference(*map(pairs_of, proven))
+    left = set().union(*pairs.values()).difference(proven)
     # The gain of a run only falls, so the top run is the best if it is still the top after a recount.
     heap = [(-len(pairs[run]) / cost(run), at, run) for at, run in enumerate(runs)]
     heapq.heapify(heap)
@@ -124,7 +124,7 @@ def pairwise(runs: Sequence[Dials], proven: Sequence[Dials] = ()) -> list[Dials]
         else:
             chosen.append(run)
             left -= pairs[run]
-    return _needed(chosen, pairs, set().union(*map(pairs_of, proven)))
+    return _needed(chosen, pairs, proven)
 
 
 def cost(run: Dials) -> float:
@@ -152,7 +152,7 @@ def pairs_of(run: Dials) -> set[object]:
     }
 
 
-def _needed(chosen: Sequence[Dials], pairs: dict[Dials, set[object]], proven: set[object]) -> list[Dials]:
+def _needed(chosen: Sequence[Dials], pairs: dict[Dials, set[object]], proven: Set[object]) -> list[Dials]:
     """Drop runs whose pairs all meet in others, the largest first."""
     needed = list(chosen)
     for run in sorted(chosen, key=lambda run: -run.axes.world):
@@ -244,7 +244,8 @@ class Matrix:
             tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
         aux = "previous" if run.pp > 1 else "pooled"  # a pipeline cannot pool
         head = "value" if run.kind == "value" else "lm"
-        return Course(at, head, run.axes.num_data_ranks, self.batches, aux, self.fp8)
+        batches = self.batches if parts.ALL or run.axes.world <= 2 else self.batches[-1:]  # new weights: on two ranks
+        return Course(at, head, run.axes.num_data_ranks, batches, aux, self.fp8)
 
     def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
         """Return the findings of all ranks in each run. The runs share a mesh."""

@@ -119,7 +119,7 @@ def fp8_matmuls(plain: Path, at: Path) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", [*(["qwen3"] if parts.ALL else []), "qwen3_5_moe"])
 def test_fp8_matmuls_of_frozen_matrices(tmp_path: Path, name: str) -> None:
     plain = tiny.directory(tmp_path / "m", name, dtype=BF16, **tiny.in_blocks(name))
     worlds.run(1, fp8_matmuls, plain, tmp_path / "out")
@@ -163,9 +163,9 @@ def test_backward_decodes_again(source: Callable[[str], Path]) -> None:
 
 
 def saves(source: Path, out: Path) -> dict[str, Any]:
-    model = mw.load(source, mw.Mesh(fsdp=2, tp=2, device="cpu"), dtype=F32, train="layers.1.*")
+    model = mw.load(source, mw.Mesh(tp=2, device="cpu"), dtype=F32, train="layers.1.*")
     engine = mw.Engine(model, lr=1e-2)
-    engine.step(tiny.batches(model.mesh.data_rank))
+    engine.step(tiny.batches(model.mesh.data_rank)[:1])
     mw.save(engine, out / "steps")
     mw.save(engine, out / "wide", dtype=F32)
     mw.save(engine, out / "background", wait=False)
@@ -207,7 +207,7 @@ def another(source: Path, out: Path) -> None:
 def test_checkpoints_resume_on_another_mesh(source: Callable[[str], Path], tmp_path: Path) -> None:
     worlds.run(1, another, source("qwen3"), tmp_path / "other")
     at = source("qwen3")
-    saved = worlds.run(4, saves, at, tmp_path / "out")[0]
+    saved = worlds.run(2, saves, at, tmp_path / "out")[0]
     resumed = worlds.run(3, resumes, at, tmp_path / "out", tmp_path / "other")[0]
     assert same(saved, resumed)
 
@@ -263,8 +263,8 @@ def test_a_failed_read_of_scales_raises_on_all_ranks(source: Callable[[str], Pat
 
 
 def written_into(source: Path) -> None:
-    model = mw.load(source, mw.Mesh(fsdp=3, device="cpu"), train="layers.1.*", dtype=F32)
-    engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank)
+    model = mw.load(source, mw.Mesh(fsdp=2, device="cpu"), train="layers.1.*", dtype=F32)
+    engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank)[:1]
     engine.step(batches)
     mw.logprobs(model, batches[0])
     model.stored()["layers.0.mixer.q.weight"].mul_(2)
@@ -273,13 +273,13 @@ def written_into(source: Path) -> None:
 
 
 def test_writes_into_codes_are_refused(source: Callable[[str], Path]) -> None:
-    worlds.run(3, written_into, source("qwen3"))
+    worlds.run(2, written_into, source("qwen3"))
 
 
 def by_torch(source: Path, at: Path) -> dict[str, Tensor]:
     model = mw.load(source, mw.Mesh(device="cpu"), train="layers.1.*", dtype=F32)
     engine = mw.Engine(model, lr=1e-2)
-    engine.step(tiny.batches(0))
+    engine.step(tiny.batches(0)[:1])
     dcp.save(engine.state_dict(), checkpoint_id=at)
     return mw.gather(model)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,9 +44,9 @@ ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.
 FEW: list[tuple[str, dict[str, int]]] = [
     ("qwen3", {}),
     ("qwen3_moe", dict(tp=2)),
-    ("qwen3_5", dict(fsdp=2)),
+    ("qwen3_5_moe", dict(fsdp=2)),
     ("qwen2", dict(replicate=2)),
-    ("qwen3_5_moe", BOTH),
+    ("qwen3_5", BOTH),
     ("qwen3", dict(tp=4)),  # copies of 2 kv heads
     ("qwen3_tied", dict(cp=2, tp=2)),
     ("qwen3_next", dict(fsdp=2, cp=2)),
@@ -73,27 +73,38 @@ FLOAT32 = [
 BFLOAT16 = [
     case._replace(dtype=torch.bfloat16)
     for case in CASES
-    if case.head == "lm" and (case.name in WIDE or dict(case.mesh) == BOTH) and len(case.mesh) > 1
-    if parts.ALL or (dict(case.mesh) == BOTH and case.name in WIDE)
+    if case.head == "lm" and (case.name in WIDE or (dict(case.mesh) == BOTH and parts.ALL))
+    if len(case.mesh) > 1 or not parts.ALL
 ]
+
+
+def layers(name: str) -> dict[str, Any]:
+    """Return two layers of different kinds, which `make matrix` has between others too."""
+    few = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], ple_layer_ids=[1])
+    return {} if parts.ALL else {key: few[key] for key in few.keys() & tiny.ODD[name].keys()}
+
 
 Findings = Callable[[Case], list[Finding]]
 
 
 def findings(sources: dict[str, Path], group: Sequence[Case]) -> dict[Case, list[Finding]]:
     tried = {
-        case: trials.trial(sources[case.name], dict(case.mesh), case.head, case.dtype, brief=False) for case in group
+        case: trials.trial(
+            sources[case.name], dict(case.mesh), case.head, case.dtype, trials.world_of(dict(case.mesh)) > 2
+        )
+        for case in group
     }
-    if not parts.ALL:  # later steps of two axes are those of each axis, on two ranks
+    if not parts.ALL:  # later steps of two axes are those of each axis, on two ranks; so are later documents alone
         tried = {case: replace(t, steps=1) if t.axes.world > 2 and t.axes.ep == 1 else t for case, t in tried.items()}
     return trials.findings_in_turn(tried)
 
 
 @pytest.fixture(scope="module")
 def findings_of(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    at = tmp_path_factory.mktemp("sources")
-    sources = {name: tiny.directory(at / name, name, dtype=torch.bfloat16) for name in tiny.ODD}
-    cases = [*CASES, *FLOAT32, *BFLOAT16]
+    at, cases = tmp_path_factory.mktemp("sources"), [*CASES, *FLOAT32, *BFLOAT16]
+    sources = {
+        name: tiny.directory(at / name, name, dtype=torch.bfloat16, **layers(name)) for name in {c.name for c in cases}
+    }
     return worlds.shared({case: (case.mesh, case.dtype) for case in cases}, partial(findings, sources))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,14 +24,14 @@ from meshwright.errors import ConfigError
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_exchange import Group
 from meshwright.sharding import ROWS, WEIGHTS, divides, expected_rows, hops
-from meshwright.verify import Trial
+from meshwright.verify import Finding, Trial
 from tests import parts, tiny, trials, worlds
 from tests.test_savings import source, tried
 
 __all__ = ["source"]  # a fixture
 
 Source = Callable[..., Path]
-CASES = [
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     # `token_once=2`: over one rank of each node of two.
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
     ("qwen3_moe", dict(fsdp=2, cp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
@@ -48,13 +48,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "more"), CASES if parts.ALL else CASES[:1], ids=str)
-def test_results_equal_one_process(source: Source, name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
-    fewer = {} if parts.ALL else dict(num_hidden_layers=2)
+def compared(source: Source, name: str, mesh: dict[str, int], more: dict[str, Any]) -> Trial:
+    fewer: dict[str, Any] = {} if parts.ALL else dict(num_hidden_layers=2)
     if fewer and "5" in name:
         fewer |= dict(layer_types=["linear_attention", "full_attention"])
     trial = tried(source(name, **fewer), mesh, **{"token_once": True, **more})
-    assert trials.findings(replace(trial, steps=trial.steps if parts.ALL else 1)) == []
+    return replace(trial, steps=trial.steps if parts.ALL else 1)
 
 
 SMALL = dict(num_hidden_layers=1, mlp_only_layers=[])  # one layer of experts
@@ -63,8 +62,11 @@ ROUTES = {
     "one expert each": dict(num_experts_per_tok=1),
     "all experts": dict(num_experts_per_tok=8),
 }
-PAIRS = [(route, once) for number, route in enumerate(ROUTES) for once in ([True, 2], [2, True])[number % 2]]
+PAIRS: list[tuple[str, Any]] = [
+    (route, once) for number, route in enumerate(ROUTES) for once in ([True, 2], [2, True])[number % 2]
+]
 OVER_NODES = dict(fsdp=2, tp=2, ep=4)
+FROZEN: list[tuple[Any, str]] = [(True, "layers.1.*"), *([(True, "head.*"), (2, "layers.1.*")] if parts.ALL else [])]
 
 
 def brief(source: Path, mesh: dict[str, int], once: bool | int, steps: int = 1) -> Trial:
@@ -72,25 +74,45 @@ def brief(source: Path, mesh: dict[str, int], once: bool | int, steps: int = 1) 
     return replace(trial, steps=trial.steps if parts.ALL else steps)
 
 
-def test_any_number_of_experts(source: Source) -> None:
-    several = {
-        (route, once): brief(
-            source("qwen3_moe", **ROUTES[route], **SMALL), OVER_NODES, once, steps=2 if once == 2 else 1
-        )  # a second step has few tokens: some experts get none
-        for route, once in parts.every(3, PAIRS, 1)
-    }
-    findings = trials.findings_in_turn(several)
-    assert not any(findings.values()), findings
+def routed(source: Source, route: str, once: bool | int) -> Trial:
+    """A second step has few tokens: some experts get none. Two ranks suffice for `True`."""
+    mesh = OVER_NODES if parts.ALL or once == 2 else dict(fsdp=2, ep=2)
+    return brief(source("qwen3_moe", **ROUTES[route], **SMALL), mesh, once, steps=2 if once == 2 else 1)
 
 
-@pytest.mark.parametrize(
-    ("once", "trained"), [(True, "layers.1.*"), *([(True, "head.*"), (2, "layers.1.*")] if parts.ALL else [])]
-)
-def test_frozen_layers_have_no_backward(source: Source, once: bool | int, trained: str) -> None:
-    """Neither gradients nor collectives of backward exist for frozen layers."""
+def frozen(source: Source, once: bool | int, trained: str) -> Trial:
     ranks = 2 * int(once)
-    trial = brief(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), once)
-    assert trials.findings(trial.with_options(train=[trained])) == []
+    return brief(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), once).with_options(train=[trained])
+
+
+@pytest.fixture(scope="module")
+def found(source: Source) -> Callable[[str], list[Finding]]:
+    """Run all trials of a mesh in one world, and those with planted bugs."""
+    several = {str(case): compared(source, *case) for case in (CASES if parts.ALL else CASES[:1])}
+    several |= {str(pair): routed(source, *pair) for pair in parts.every(3, PAIRS, 1)}
+    several |= {str(case): frozen(source, *case) for case in FROZEN}
+    several |= {bug: several[str(BASE[once])] for once, bugs in PLANTED.items() for bug in bugs}
+
+    def run(group: Sequence[str]) -> dict[str, list[Finding]]:
+        return trials.findings_in_turn({name: several[name] for name in group}, planted)
+
+    return worlds.shared({name: trial.axes for name, trial in several.items()}, run)
+
+
+@pytest.mark.parametrize("case", CASES if parts.ALL else CASES[:1], ids=str)
+def test_results_equal_one_process(found: Callable[[str], list[Finding]], case: Any) -> None:
+    assert found(str(case)) == []
+
+
+@pytest.mark.parametrize("pair", parts.every(3, PAIRS, 1), ids=str)
+def test_any_number_of_experts(found: Callable[[str], list[Finding]], pair: tuple[str, bool | int]) -> None:
+    assert found(str(pair)) == []
+
+
+@pytest.mark.parametrize("case", FROZEN, ids=str)
+def test_frozen_layers_have_no_backward(found: Callable[[str], list[Finding]], case: Any) -> None:
+    """Neither gradients nor collectives of backward exist for frozen layers."""
+    assert found(str(case)) == []
 
 
 def rows_sent(directory: Path, token_once: bool | int, skewed: bool) -> tuple[Any, ...]:
@@ -260,17 +282,18 @@ PLANTED: dict[bool | int, dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
-@pytest.mark.parametrize("once", PLANTED, ids=["a rank", "a node"])
-def test_oracles_detect_planted_bugs(source: Source, once: bool | int) -> None:
+BASE: dict[bool | int, Any] = {True: ("all experts", True), 2: ("an expert a rank", 2)}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for bugs in PLANTED.values():
+            bugs.get(name, lambda _: None)(patch)
+        yield
+
+
+@pytest.mark.parametrize("bug", [bug for bugs in PLANTED.values() for bug in bugs])
+def test_oracles_detect_planted_bugs(found: Callable[[str], list[Finding]], bug: str) -> None:
     """The mesh has two ranks, or two nodes of two."""
-    bugs, ranks = PLANTED[once], 2 * int(once)
-    trial = replace(tried(source("qwen3_moe", **SMALL), dict(fsdp=ranks, ep=ranks), token_once=once), steps=1)
-
-    @contextmanager
-    def planted(name: str) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            bugs[name](patch)
-            yield
-
-    findings = trials.findings_in_turn(dict.fromkeys(bugs, trial), planted)
-    assert all(findings.values()), findings
+    assert found(bug)
