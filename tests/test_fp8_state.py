@@ -6,11 +6,10 @@ mesh, histories of largest values that are lost, experts that are left out.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,21 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import meshwright as mw
-from tests import parts, tiny, worlds
+from tests import parts, tiny, trials, worlds
 
 OF_A_RUN = re.compile("scale|amax|_extra_state", re.IGNORECASE)
 MESHES = [dict(fsdp=2, ep=2), dict(tp=2), dict(pp=2), dict(fsdp=3), dict(fsdp=2, tp=2, ep=2), {}]
+# How a checkpoint is written, and the mesh that reads it.
+ON = {
+    f"{way} on {trials.named(mesh)}": (way, mesh)
+    for way in ("ours", "dcp")
+    for mesh in MESHES
+    if parts.ALL or (way == "ours" and mesh in (MESHES[0], MESHES[2]))
+}
 
 
 def engine_of(source: Path, mesh: Mapping[str, int]) -> mw.Engine:
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), fp8="block"), lr=1e-3)
+    return mw.Engine(mw.load(source, trials.mesh_of(dict(mesh)), fp8="block"), lr=1e-3)
 
 
 def train(engine: mw.Engine, num: int) -> list[float]:
@@ -60,15 +66,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(at, "qwen3_5_moe", dtype=torch.bfloat16, **tiny.in_blocks("qwen3_5_moe"))
 
 
+Losses = list[list[float]]
+
+
 @pytest.fixture(scope="module")
-def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
-    """Save on the first mesh in both ways; return the checkpoint and the next loss of each rank."""
+def ran(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Losses]]:
+    """Save on the first mesh in both ways, and go on from either on others. Return the checkpoints, and the next loss
+    of each rank. Meshes of one size share a world."""
     at = tmp_path_factory.mktemp("saved")
-    return at, worlds.run(world_of(MESHES[0]), begun, source, MESHES[0], at)
-
-
-def world_of(mesh: Mapping[str, int]) -> int:
-    return prod(size for axis, size in mesh.items() if axis != "ep")
+    acts = {"begun": functools.partial(begun, source, MESHES[0], at)}
+    result: dict[str, Losses] = {}
+    for size in (2, *([3, 4, 1] if parts.ALL else [])):
+        for name, (way, mesh) in ON.items():
+            if trials.world_of(mesh) == size:
+                acts[name] = functools.partial(gone_on, source, mesh, at, way, at / name)
+        result, acts = result | worlds.in_turn(size, acts), {}
+    return at, result
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -79,25 +92,21 @@ def written(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("way", ["ours", *(["dcp"] if parts.ALL else [])])
-def test_transformer_engine_2713(source: Path, saved: Any, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("name", ON)
+def test_transformer_engine_2713(ran: tuple[Path, dict[str, Losses]], name: str) -> None:
     """A checkpoint of dense layers, the delta net and grouped experts is bitwise the same after any other mesh, and so
     is the next step on its own mesh."""
-    at, before = saved
-    expected = written(at / "ours")
-    some = [MESHES[0], MESHES[1 if way == "dcp" else 2]]
-    for number, other in enumerate(MESHES if parts.ALL else some):
-        after = worlds.run(world_of(other), gone_on, source, other, at, way, tmp_path / f"again-{number}")
-        assert written(tmp_path / f"again-{number}") == expected, other
-        if other == MESHES[0]:
-            assert after == before
+    at, losses = ran
+    assert written(at / name) == written(at / "ours")
+    if ON[name][1] == MESHES[0]:
+        assert losses[name] == losses["begun"]
 
 
-def test_nothing_of_a_run_is_in_a_checkpoint(source: Path, tmp_path: Path) -> None:
-    worlds.run(1, begun, source, {}, tmp_path)
-    (step,) = (tmp_path / "ours").glob("step-*")
+def test_nothing_of_a_run_is_in_a_checkpoint(ran: tuple[Path, dict[str, Losses]]) -> None:
+    at, _ = ran
+    (step,) = (at / "ours").glob("step-*")
     ours = [key for file in step.rglob("*.safetensors") for key in load_file(file)]
-    torchs = list(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata)
+    torchs = list(dcp.FileSystemReader(at / "dcp").read_metadata().state_dict_metadata)
     assert ours
     assert torchs
     assert [name for name in [*ours, *torchs] if OF_A_RUN.search(name)] == []
