@@ -121,7 +121,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", parts.every(2, PLANTS))
+@pytest.mark.parametrize("name", parts.every(5, PLANTS))
 def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plant, family, message = PLANTS[name]
     plant(monkeypatch)

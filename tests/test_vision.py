@@ -223,13 +223,15 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 SPELLED_ON: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(fsdp=4)]
 
 
-def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, Any]:
+def there_and_back(source: Path, mesh: dict[str, int], out: Path, *, trains: bool) -> dict[str, Any]:
     """Return the tensors that a mesh loads, and those of stream, export, checkpoint and state dict."""
     model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, tower=True)
     engine = mw.Engine(model, lr=1e-2)
     mw.export(model, out / "export")
     state = {key: part for key, part in engine.state_dict()["weights"].items() if "experts" in key}
     held = {key: [(part.start, part.values.clone()) for part in tensor.held()] for key, tensor in state.items()}
+    if not trains:
+        return {"held": held}
     engine.step([seeing.packed(["one place", "text"], length=48)])
     saved = mw.save(engine, out / "runs")
     after = {key: tensor.clone() for key, tensor in mw.gather(model).items()}
@@ -244,7 +246,8 @@ def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None
     cases, sources = {}, {}
     for name, changes in SPELLINGS.items():
         sources[name] = seeing.directory(tmp_path / name, "qwen3_vl_moe", dtype=torch.bfloat16, **changes)
-        cases[name] = functools.partial(there_and_back, sources[name], mesh, tmp_path / f"{name}, out")
+        act = functools.partial(there_and_back, trains=parts.ALL or name == "turned, 2F = D")
+        cases[name] = functools.partial(act, sources[name], mesh, tmp_path / f"{name}, out")
     for name, answers in worlds.in_turn(trials.world_of(mesh), cases).items():
         original, out = load_file(sources[name] / "model.safetensors"), tmp_path / f"{name}, out"
         written = (out / "export" / "model.safetensors").read_bytes()
@@ -254,6 +257,8 @@ def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None
                 for start, values in held:
                     at = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
                     assert torch.equal(values.to(torch.bfloat16), original[key][at]), (name, key)
+        if "after" not in answers[0]:
+            continue
         after, saved = answers[0]["after"], load_file(out / "runs" / "step-000001" / "model.safetensors")
         assert saved.keys() == after.keys(), name
         assert all(torch.equal(saved[key], after[key]) for key in saved), name
@@ -393,8 +398,7 @@ def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "again" / "step-000001") == bytes_of(tmp_path / "ours" / "step-000001")
     moments = load_file(tmp_path / "ours" / "step-000001" / "exp_avg" / "model.safetensors")
     assert any("visual" in key and tensor.any() for key, tensor in moments.items())
-    assert convert(tmp_path / "ours", tmp_path / "torch", "--to", "dcp") == 0
-    assert convert(tmp_path / "torch", tmp_path / "plain", "--to", "hf", "--like", source) == 0
+    assert convert(tmp_path / "dcp", tmp_path / "plain", "--to", "hf", "--like", source) == 0
     assert {p.name: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()
     }

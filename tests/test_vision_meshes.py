@@ -19,7 +19,10 @@ from tests.trials import named, world_of
 LENGTH = 96
 NUM_STEPS = 2 if parts.ALL else 1  # the oracles take more
 IMAGES: dict[str, list[list[list[str]]]] = {  # for each data rank in turn, the documents of each micro-batch
-    "all": [[["one place", "a video"], ["touching", "text"]], [["wide, then high"], ["first and last", "one place"]]],
+    "all": [
+        [["text", "one place", "a video"], ["touching", "text"]],
+        [["wide, then high"], ["first and last", "one place"]],
+    ],
     "one rank": [[["two of a size"], ["a short video", "text"]], [["text"], ["text", "text"]]],
     "none": [[["text"], ["text", "text"]], [["text", "text"], ["text"]]],
     "the last": [[["text"], ["text", "text"]], [["text"], ["one place", "touching"]]],
@@ -43,22 +46,10 @@ MESHES: list[dict[str, int]] = [
     dict(pp=2, tp=2),
     dict(fsdp=2, tp=2, ep=2),
 ]
-# On fewer ranks the same collectives run, and a mesh of all three axes has those of tp.
-IN_PART: dict[str, dict[str, int]] = {
-    "tp=2": dict(fsdp=2, tp=2, ep=2),
-    "replicate=2,fsdp=2": dict(replicate=2),
-    "cp=2,tp=2": dict(cp=2),
-    "pp=2,tp=2": dict(pp=2),
-    "fsdp=2,cp=2,tp=2,ep=4": dict(cp=2, tp=2, ep=4),
-    "pp=2,fsdp=2,tp=2,ep=2": dict(pp=2, fsdp=2, ep=2),
-}
 LARGE: list[dict[str, int]] = [dict(fsdp=2, cp=2, tp=2, ep=4), dict(pp=2, fsdp=2, tp=2, ep=2)]
-
-
-def smaller(meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Return the meshes that `make test` runs, each once; with MESHWRIGHT_ALL=1 all of them."""
-    tried = [mesh if parts.ALL else IN_PART.get(named(mesh), mesh) for mesh in meshes]
-    return [mesh for at, mesh in enumerate(tried) if mesh not in tried[:at]]
+if not parts.ALL:  # on fewer ranks the same collectives run
+    MESHES = [*MESHES[:4], dict(replicate=2)]
+    LARGE = [dict(cp=2, tp=2, ep=4), dict(pp=2, fsdp=2, ep=2)]
 
 
 FAMILIES = tuple(seeing.ODD)
@@ -72,13 +63,21 @@ CASES: list[Case] = [
 ]  # fmt: skip
 
 
+# What `make test` runs: each family, and each kind of a case.
+FEW: dict[str, list[Case]] = {
+    "fsdp=2": [("qwen3_vl_moe", "one rank", "parts", "selective")],
+    "tp=2": [("qwen3_vl", "the first", "all", "full")],
+    "cp=2": [("qwen3_5", "all", "its merger", "none")],
+    "pp=2": [("qwen4_exp", "the last", "all but the tower", "selective")],
+    "replicate=2": [("qwen3_vl", "in between", "all", "none")],
+    "cp=2,tp=2,ep=4": [("qwen3_vl_moe", "none", "all", "none")],
+    "pp=2,fsdp=2,ep=2": [("qwen3_vl_moe", "all", "the tower", "none")],
+}
+
+
 def cases_on(mesh: dict[str, int]) -> list[Case]:
-    """Spread the cases over the meshes, or return all with MESHWRIGHT_ALL=1. `ep` takes families with experts alone."""
-    meshes = [mesh if parts.ALL else IN_PART.get(named(mesh), mesh) for mesh in (*MESHES, *LARGE)]
-    cases = [case for at, each in enumerate(meshes) if each == mesh for case in parts.every(48, CASES, at)]
-    if "replicate" in mesh:  # several micro-batches with images, and none in the last
-        cases = list(dict.fromkeys([*cases, *CASES[:6:4]]))
-    return [case for case in cases if "ep" not in mesh or "moe" in case[0]]
+    """Return the cases of a mesh: all with MESHWRIGHT_ALL=1. `ep` takes families with experts alone."""
+    return [case for case in CASES if "ep" not in mesh or "moe" in case[0]] if parts.ALL else FEW[named(mesh)]
 
 
 Sources = Callable[[str, dict[str, int]], Path]
@@ -150,7 +149,7 @@ def check(source: Sources, mesh: dict[str, int], cases: Sequence[Case]) -> None:
         assert not differs(answers[0], _expected[keys[case]]), case
 
 
-@pytest.mark.parametrize("mesh", smaller(MESHES), ids=named)
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_gradients_equal_one_process(source: Sources, mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
 
@@ -166,7 +165,7 @@ def seeing_trial(
     data = Data(num=max(3, 2 * mesh.get("pp", 1)), length=length, few=few, long=long, vision=vision)
     router_aux = "previous" if "pp" in mesh else "pooled"
     patterns = TRAINED[trained]
-    steps = 3 if parts.ALL or {"replicate", "fsdp"} & mesh.keys() else 2
+    steps = 3 if parts.ALL else 1
     return trials.changed(
         trials.trial(source, mesh), tower=True, steps=steps, data=data, router_aux=router_aux, draws=trained == "all",
         train=patterns, memory=mw.MemoryOptions(recompute=recompute),
@@ -193,7 +192,6 @@ ALL_ORACLES: list[Tried] = [
 def test_every_oracle(source: Sources, tried: Tried) -> None:
     """The bill covers the tower: count and bytes of its collectives, and none for frozen parameters."""
     family, mesh, *how = tried
-    mesh = mesh if parts.ALL else IN_PART.get(named(mesh), mesh)
     assert not trials.findings(seeing_trial(family, source(family, mesh), mesh, *how))
 
 
@@ -205,13 +203,13 @@ def test_every_oracle_on_all_meshes(source: Sources, tried: Tried) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", smaller(LARGE), ids=named)
+@pytest.mark.parametrize("mesh", LARGE, ids=named)
 def test_all_axes_at_once(source: Sources, mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
 
 
 ONCE = [
-    ("qwen3_vl", dict(replicate=2, fsdp=2), "all", dict(sum_once=True)),
+    ("qwen3_vl", dict(replicate=2), "all", dict(sum_once=True)),
     ("qwen3_vl_moe", dict(fsdp=2, tp=2, ep=2), "parts", dict(sum_once=True, gather_once=True)),
     ("qwen3_5", dict(fsdp=2), "all", dict(gather_once=True)),
     ("qwen3_5_moe", dict(fsdp=2), "its merger", dict(sum_once=True)),
@@ -222,7 +220,5 @@ ONCE = [
 def test_once_a_step(source: Sources, tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
     """No rank has images in the last micro-batch, after which gradients are reduced."""
     family, mesh, trained, once = tried
-    mesh = mesh if parts.ALL else IN_PART.get(named(mesh), mesh)
     trial = seeing_trial(family, source(family, mesh), mesh, trained)
-    steps = trial.steps if parts.ALL else 1  # few tokens and long documents are above
-    assert not trials.findings(trials.changed(trial, memory=mw.MemoryOptions(**once), steps=steps))
+    assert not trials.findings(trials.changed(trial, memory=mw.MemoryOptions(**once)))
