@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright import parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.cli import main
@@ -345,33 +344,6 @@ def test_all_text_is_escaped() -> None:
 
 def test_the_verdict_names_what_was_not_tried() -> None:
     assert re.search(words("all is well", r"not tried: [^<]*\breplicate\b"), read("tiny-qwen3", tp=2).text)
-
-
-def test_the_command_writes_it_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "page.html"
-    target.write_text("of yesterday")
-    monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
-    message = [
-        "verify",
-        "tiny-qwen3",
-        "--mesh",
-        "tp=2",
-        "--dtypes",
-        "float64",
-        "--against",
-        "none",
-        "--html",
-        str(target),
-    ]
-    assert main(message) == 1
-    result = Read(target.read_text())
-    assert "a sum over tp" in result.text
-    assert next(row for row in result.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
-    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --against none --html {target}" in result.text
-    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
-    capsys.readouterr()
 
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
