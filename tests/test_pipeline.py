@@ -39,23 +39,23 @@ PP, FSDP = dict(pp=2), dict(pp=2, fsdp=2)
 
 Run = tuple[str, dict[str, int], dict[str, Any], dict[str, Any], int]  # family, mesh, pipeline, savings, micro-batches
 ALL_RUNS: list[Run] = [
-    ("qwen3_5_moe", PP, {}, dict(recompute="selective"), 3),
+    ("qwen3_5_moe", PP, {}, dict(recompute="selective"), 2),
+    ("qwen3", PP, dict(schedule="zero-bubble", stages=2), {}, 2),
+    ("qwen3", FSDP, dict(schedule="zero-bubble"), {}, 3),
+    ("qwen3", FSDP, dict(hold=False), dict(recompute="full"), 3),
+    ("qwen3_tied", dict(pp=4), {}, {}, 6),
     ("qwen3_5_moe", PP, dict(stages=2), {}, 4),
     ("qwen3", PP, dict(ends=(1, 4)), {}, 2),
     ("qwen3_5_moe", PP, dict(schedule="zero-bubble"), dict(recompute="full"), 3),
-    ("qwen3", PP, dict(schedule="zero-bubble", stages=2), {}, 2),
     ("qwen3_5_moe", PP, dict(schedule="v"), {}, 3),
-    ("qwen3", FSDP, dict(schedule="zero-bubble", stages=2), {}, 2),
+    ("qwen3_5_moe", FSDP, dict(schedule="zero-bubble", stages=2), {}, 2),
     ("qwen3_5_moe", FSDP, dict(hold=True, stages=2), {}, 2),
-    ("qwen3_5_moe", FSDP, dict(hold=False), dict(recompute="full"), 2),
-    ("qwen3", FSDP, dict(hold=False), dict(reshard=False), 3),
+    ("qwen3_5_moe", FSDP, dict(hold=False), dict(reshard=False), 2),
     ("qwen3", FSDP, dict(schedule="v"), dict(recompute="selective"), 2),
-    ("qwen3_5_moe", FSDP, dict(schedule="zero-bubble"), {}, 3),
-    ("qwen3_tied", dict(pp=4), {}, {}, 6),
     ("qwen3_5_moe", dict(pp=2, replicate=2), dict(schedule="zero-bubble"), {}, 2),
     ("qwen3_5_moe", dict(pp=4), dict(schedule="zero-bubble"), {}, 4),
 ]
-RUNS = parts.every(4, ALL_RUNS)
+RUNS = ALL_RUNS if parts.ALL else ALL_RUNS[:5]
 
 
 def named(run: Run) -> str:
@@ -77,22 +77,6 @@ def trial_of(sources: dict[str, Path], run: Run) -> Trial:
         tried, data=Data(num=num), pipeline=mw.Pipeline(**pipeline), memory=mw.MemoryOptions(**memory),
         router_aux="previous", steps=2 if parts.ALL or "moe" in family else 1,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def findings_of(sources: dict[str, Path]) -> Callable[[str], list[Any]]:
-    runs = {named(run): run for run in RUNS}
-
-    def findings(group: Sequence[str]) -> dict[str, list[Any]]:
-        return trials.findings_in_turn({name: trial_of(sources, runs[name]) for name in group})
-
-    return worlds.shared({name: run[1] for name, run in runs.items()}, findings)
-
-
-@pytest.mark.parametrize("name", [named(run) for run in RUNS])
-def test_every_schedule(findings_of: Callable[[str], list[Any]], name: str) -> None:
-    """Gradients, updates, copies and the bill are compared. The aux loss has a gradient from the second step on."""
-    assert findings_of(name) == []
 
 
 def copied_parts(patch: pytest.MonkeyPatch) -> None:
@@ -167,27 +151,38 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Run, str]] = {
     "a tied embedding not summed over the ends": (ends_not_summed, ("qwen3_tied", PP, {}, {}, 2), "G1 model.embed"),
     "documents of another micro-batch": (other_documents, ("qwen3", PP, {}, {}, 2), "S1 loss"),
     "recomputed with other filler": (
-        other_filler, ("qwen3_5_moe", PP, {}, dict(recompute="full"), 3), "G1",
+        other_filler, ("qwen3_5_moe", PP, {}, dict(recompute="full"), 2), "G1",
     ),
     "prefetched in the order of torch": (order_of_torch, ("qwen3", FSDP, dict(hold=False), {}, 3), "K1 all_gather"),
     "gradients of weights dropped": (weights_dropped, ("qwen3", PP, dict(schedule="zero-bubble"), {}, 2), "G1"),
 }  # fmt: skip
 
 
+FEW = ("documents of another micro-batch", "gradients of weights dropped")  # of others, `test_every_schedule` fails
+TRIED = [name for name in PLANTS if parts.ALL or name in FEW]
+
+
 @pytest.fixture(scope="module")
 def lines(sources: dict[str, Path]) -> Callable[[str], list[str]]:
+    """Return the findings of a run, or of one with a bug. Those of a mesh share a world, with runs without a bug last,
+    so that they detect leftovers."""
+    runs = {name: PLANTS[name][1] for name in TRIED} | {named(run): run for run in RUNS}
+
     def of(group: Sequence[str]) -> dict[str, list[str]]:
-        steps = {
-            name: 2 if name == "recomputed with other filler" else 1 for name in group
-        }  # the aux loss counts from step 2
-        tried = {name: replace(trial_of(sources, PLANTS[name][1]), steps=steps[name]) for name in group}
-        findings = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0]))
+        tried = {name: trial_of(sources, runs[name]) for name in group}
+        findings = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0] if name in PLANTS else None))
         return {name: [str(finding) for finding in of_name] for name, of_name in findings.items()}
 
-    return worlds.shared({name: run[1] for name, (_, run, _) in PLANTS.items()}, of)
+    return worlds.shared({name: run[1] for name, run in runs.items()}, of)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", [named(run) for run in RUNS])
+def test_every_schedule(lines: Callable[[str], list[str]], name: str) -> None:
+    """Gradients, updates, copies and the bill are compared. The aux loss has a gradient from the second step on."""
+    assert lines(name) == []
+
+
+@pytest.mark.parametrize("name", TRIED)
 def test_oracles_detect_planted_bugs(lines: Callable[[str], list[str]], name: str) -> None:
     assert any(line.startswith(PLANTS[name][2]) for line in lines(name)), lines(name)
 
@@ -197,9 +192,8 @@ def frozen(source: Path, mesh: dict[str, int], train: str, schedule: str) -> Any
         source, trials.mesh_of(mesh), dtype=torch.float64, train=train, pipeline=mw.Pipeline(schedule=schedule)
     )
     engine = mw.Engine(model, lr=1e-2, router_aux="previous")
-    losses = [engine.step(Data(num=3)(0)).loss for _ in range(2)]
-    before = mw.gather(model)
-    engine.backward(Data(num=3)(model.mesh.data_rank))
+    losses, before = [engine.step(Data()(0)).loss], mw.gather(model)
+    losses.append(engine.backward(Data()(0)))
     assert all(torch.equal(before[name], weight) for name, weight in mw.gather(model).items())
     mw.check_export(model, source.parent / "never")
     grads = mw.gather(model, "grad")
@@ -271,7 +265,7 @@ def changed_weights(source: Path, train: str, hold: bool, reshard: bool) -> list
         memory=mw.MemoryOptions(reshard=reshard),
     )  # fmt: skip
     engine, before = mw.Engine(model, lr=1e-2, router_aux="previous"), mw.gather(model)
-    engine.backward(Data(num=3)(model.mesh.data_rank))
+    engine.backward(Data()(model.mesh.data_rank))
     after = mw.gather(model)
     engine.update()
     return [name for name, weight in before.items() if not torch.equal(weight, after[name])]
@@ -280,7 +274,7 @@ def changed_weights(source: Path, train: str, hold: bool, reshard: bool) -> list
 def test_frozen_weights_are_freed_after_backward(sources: dict[str, Path]) -> None:
     cases = {
         (train, hold, reshard): functools.partial(changed_weights, sources["qwen3"], train, hold, reshard)
-        for train, hold, reshard in (("layers.3.*", True, True), ("layers.3.*", False, False), ("**", True, True))
+        for train, hold, reshard in (("layers.3.*", False, False), ("**", True, True))
     }
     for case, ranks in worlds.in_turn(4, cases).items():
         assert ranks == [[]] * 4, case
