@@ -16,7 +16,17 @@ from meshwright.errors import ConfigError
 from meshwright.mesh import Mesh
 from meshwright.models import text_config
 from meshwright.recipe import Lora, Recipe
-from meshwright.verify import Options, Trial, adapters, examine, plan, run_reference, transformers_oracles
+from meshwright.verify import (
+    Options,
+    RunResult,
+    Trial,
+    adapters,
+    examine,
+    plan,
+    run_reference,
+    session,
+    transformers_oracles,
+)
 from meshwright.verify.report import ROWS
 from meshwright.verify.results import Notes
 from meshwright.verify.session import lacks_head
@@ -52,12 +62,17 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_all_oracles_hold_with_adapters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_oracles_hold_with_adapters(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
+    if not parts.ALL:  # M1 has no adapters: tests/test_verify.py tries it
+        monkeypatch.setattr(session, "_run_transformers", lambda *_: RunResult("transformers", 0.0, [], ()))
     result = verified(capsys, *RUNS[name].split())
     assert result["ok"], [rows for run in result["runs"] for rows in run["oracles"].values() if rows]
     expected = {*ROWS} - OF_FP8 - ({"H1"} if result["head"] == "value" else set())
     expected |= {"Q1"} if "--fp8" in RUNS[name] else set()
+    expected -= set() if parts.ALL else {"M1", "R1"}
     assert {oracle for run in result["runs"] for oracle in run["oracles"]} == expected
     assert result["lora"]["rank"] == 3
     assert all(margins for run in result["runs"] for row, margins in run["margins"].items() if row != "RUN")
@@ -100,13 +115,16 @@ def test_without_peft_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert not notes.margins
 
 
-def _resumed(tried: Trial, forgets: int | None) -> list[str]:
-    """Run one process and resume its checkpoint without a part of its state. Return the keys of E3's findings."""
+def _resumed(tried: Trial) -> dict[int | None, list[str]]:
+    """Run one process and resume its checkpoint without each part of its state. Return the keys of E3's findings."""
     reference = run_reference(tried)
     examine(tried, reference, Mesh(device="cpu"), None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapters, "resume", functools.partial(_forgetful, adapters.resume, forgets))
-        return [finding.name for finding in adapters.e3_resume(tried, reference, Notes())]
+    found: dict[int | None, list[str]] = {}
+    for forgets in (0, 1, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapters, "resume", functools.partial(_forgetful, adapters.resume, forgets))
+            found[forgets] = [finding.name for finding in adapters.e3_resume(tried, reference, Notes())]
+    return found
 
 
 def _forgetful(resume: Any, forgets: int | None, engine: Engine, at: Path) -> None:
@@ -116,15 +134,14 @@ def _forgetful(resume: Any, forgets: int | None, engine: Engine, at: Path) -> No
             state[forgets].zero_()
 
 
-@pytest.mark.parametrize("forgets", [None, 0, 1], ids=["nothing", "exp_avg", "exp_avg_sq"])
-def test_a_resumed_run_has_the_state_of_its_optimizer(tmp_path: Path, forgets: int | None) -> None:
+def test_a_resumed_run_has_the_state_of_its_optimizer(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
     tried = trials.changed(
         trials.trial(source, {}), lora=Lora(rank=3, b_std=0.1), keeps_all=True, checkpoint=tmp_path / "checkpoint"
     )
-    [keys] = worlds.run(1, _resumed, tried, forgets)
-    assert bool(keys) == (forgets is not None)
-    assert all(".lora_" in key for key in keys)
+    [found] = worlds.run(1, _resumed, tried)
+    assert {forgets: bool(keys) for forgets, keys in found.items()} == {0: True, 1: True, None: False}
+    assert all(".lora_" in key for keys in found.values() for key in keys)
 
 
 def test_a_head_may_be_trained_too(tmp_path: Path) -> None:
