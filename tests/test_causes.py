@@ -40,7 +40,7 @@ class Planted:
     @property
     def num_steps(self) -> int:
         """Return 2 for bugs that show only in the second step."""
-        return 2 if "U1" in "".join((self.first, *self.also)) else 1
+        return 2 if "U1 loss of step 1" in "".join(self.also) else 1
 
     @property
     def thorough(self) -> bool:
@@ -146,6 +146,15 @@ PLANTS = {
         plants.head_keeps_its_gradient, "qwen3_tied", FSDP,
         r"G1 model\.embed_tokens\.weight: .*\btied\b.*\bembedding\b.*\bhead\b",
     ),
+    "aux loss counted for each micro-batch": Planted(
+        plants.aux_each_micro_batch, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\b2 times\b", changes=AUX,
+    ),
+    "aux loss with filler": Planted(
+        plants.aux_with_filler, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\bpadding\b", changes=AUX,
+    ),
+    "aux loss of each rank's own tokens": Planted(
+        plants.aux_of_own_rank, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\brank's own tokens\b", changes=AUX,
+    ),
     "each micro-batch by its own targets": Planted(
         plants.by_micro_batch, "qwen3", FSDP,
         r"S1 loss: .*\bmicro-batch\b.*\bown targets\b.*\baverage(?!.* on a rank\b)",
@@ -162,15 +171,6 @@ PLANTS = {
     ),
     "weights of tokens are ignored": Planted(plants.weights_ignored, "qwen3", FSDP, r"S1 loss: "),
     "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, r"S1 loss: .*\b1/2 of it = 1/tp\b"),
-    "aux loss counted for each micro-batch": Planted(
-        plants.aux_each_micro_batch, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\b2 times\b", changes=AUX,
-    ),
-    "aux loss with filler": Planted(
-        plants.aux_with_filler, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\bpadding\b", changes=AUX,
-    ),
-    "aux loss of each rank's own tokens": Planted(
-        plants.aux_of_own_rank, "qwen3_moe", FSDP, r"S1 loss: .*\baux loss\b.*\brank's own tokens\b", changes=AUX,
-    ),
     "aux loss pushes twice": Planted(
         plants.aux_pushes_twice, "qwen3_moe", FSDP,
         r"G1 \S*layers\.2\.mlp\.gate\.weight: .*\b1 times\b.*\bloss\b.*\b2 times\b.*\brouter\b", changes=AUX,
@@ -238,11 +238,11 @@ PLANTS = {
     "pieces that do not tile": Planted(
         plants.both_have_the_first_half, "qwen3", TP, r"T1 layers\.0\.mixer\.q\.weight: .*overlap",
     ),
+    "the norm leaves out shards": Planted(plants.norm_without_shards, "qwen3_5", TP, r"N1 norm of ones: .*\bshards\b"),
     "the norm counts copies": Planted(
         plants.norm_of_copies, "qwen3", TP, r"N1 norm of ones: .*\b\d+\.\d+ elements of \d+\b.*\bcopies\b",
         (r"N1 norm: \d\S*\d\b.*\bone process\b.*\d\.\d",),
     ),
-    "the norm leaves out shards": Planted(plants.norm_without_shards, "qwen3_5", TP, r"N1 norm of ones: .*\bshards\b"),
     "the optimizer has copies": Planted(
         plants.optimizer_over_copies, "qwen3", FSDP,
         r"U1 embed\.weight: .*\bgradient\b.*\brank \d\b.*\bupdate\b.*\bcopy\b",
@@ -254,6 +254,10 @@ PLANTS = {
     "replicas drift": Planted(
         plants.replicas_drift, "qwen3", TP, r"G2 \S*norm\.weight: .*\bweight\b.*\[0, 1\].*\btp\b",
     ),
+    "one rank leaves a collective out": Planted(
+        collective_plants.one_rank_skips, "qwen3", TP,
+        r"RUN .*\brank 0\b.*\ball_reduce of \d+ bytes\b.*\bsums of gradients\b.*\brank 1\b.*\bthe loss\b",
+    ),
     "a gather too many": Planted(
         collective_plants.gathered_twice, "qwen3", TP,
         r"K1 all_gather: \d+\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b.*\b10\b.*\bdeclare",
@@ -261,10 +265,6 @@ PLANTS = {
     "a door sends in another dtype": Planted(
         collective_plants.in_another_dtype, "qwen3", TP, r"D1 ",
         (r"K1 reduce_scatter: \d+ bytes\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b",),
-    ),
-    "one rank leaves a collective out": Planted(
-        collective_plants.one_rank_skips, "qwen3", TP,
-        r"RUN .*\brank 0\b.*\ball_reduce of \d+ bytes\b.*\bsums of gradients\b.*\brank 1\b.*\bthe loss\b",
     ),
     "one rank does one more": Planted(
         collective_plants.one_rank_does_more, "qwen3", FSDP,
@@ -340,9 +340,8 @@ def test_first_finding_names_the_cause(lines_of: Lines, name: str) -> None:
     assert not missed, "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_no_findings_without_a_plant(lines_of: Lines, name: str) -> None:
-    assert lines_of(name) == []
+def test_no_findings_without_a_plant(lines_of: Lines) -> None:
+    assert {name: lines_of(name) for name in OTHERWISE} == {name: [] for name in OTHERWISE}
 
 
 def _places(tried: Trial) -> tuple[set[str], set[str]]:
