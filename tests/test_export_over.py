@@ -23,6 +23,7 @@ from meshwright.weights import directory, output_dir, writer
 from meshwright.weights.output_dir import Target, atomic_directory, check_target
 from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
+from tests.test_checkpoint import TWO_LAYERS
 from tests.trials import error_of
 from tests.words import words
 
@@ -33,13 +34,18 @@ def bytes_of(at: Path) -> dict[str, bytes]:
     return {str(path.relative_to(at)): path.read_bytes() for path in at.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    at = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tiny.directory(tmp_path_factory.mktemp("made") / "m", "qwen3", dtype=torch.bfloat16)
     (at / "tokenizer.json").write_text("{}")
     (at / "additional_chat_templates").mkdir()
     (at / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return at
+
+
+@pytest.fixture
+def source(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "m")
 
 
 def twice(source: Path, out: Path, mesh: dict[str, int]) -> None:
@@ -50,7 +56,7 @@ def twice(source: Path, out: Path, mesh: dict[str, int]) -> None:
     mw.export(model, out, overwrite=True)
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2)], ids=str)
+@pytest.mark.parametrize("mesh", parts.every(2, [dict(fsdp=2), {}]), ids=str)
 def test_an_earlier_export_is_replaced(source: Path, tmp_path: Path, mesh: dict[str, int]) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
     worlds.run(max(1, *mesh.values(), 1), twice, source, tmp_path / "link", mesh)
@@ -278,28 +284,26 @@ PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any
 }
 
 
-def checked(source: Path, out: Path, options: dict[str, Any]) -> list[str]:
-    model = mw.load(source, mw.Mesh(fsdp=2))
-    if options.get("dtype") == torch.float16:
-        model.stored()["head.norm.weight"].fill_(1e30)
-    calls = (mw.check_export, mw.export)
-    return [error_of(functools.partial(call, model, out, **options)) for call in calls]
+def checked(source: Path, out: Path, case: str) -> list[str]:
+    place, change, options, _ = PLACES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        model = mw.load(source, mw.Mesh(fsdp=2))
+        if case == "a value":
+            model.stored()["head.norm.weight"].fill_(1e30)
+        # an export as root would read the small file
+        calls = (mw.check_export, mw.export if case != "a small file" else mw.check_export)
+        return [error_of(functools.partial(call, model, out / place, **options)) for call in calls]
 
 
-@pytest.mark.parametrize("case", PLACES)
-def test_what_export_would_refuse_is_refused_before_the_training(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_what_export_would_refuse_is_refused_before_the_training(source: Path, tmp_path: Path) -> None:
     """All ranks refuse, and write nothing."""
-    place, change, options, pattern = PLACES[case]
-    change(monkeypatch)
     before = bytes_of(tmp_path)
-    if case == "a small file":  # an export as root would read it
-        monkeypatch.setattr(mw, "export", mw.check_export)
-    ranks = worlds.run(2, checked, source, tmp_path / place, options, seconds=20)
-    for text in ranks[0]:
-        assert re.search(pattern, text), text
-    assert all(ranks[1]), "the other rank raises too"
+    cases = {case: functools.partial(checked, source, tmp_path, case) for case in PLACES}
+    for case, ranks in worlds.in_turn(2, cases).items():
+        for text in ranks[0]:
+            assert re.search(PLACES[case][3], text), text
+        assert all(ranks[1]), "the other rank raises too"
     assert bytes_of(tmp_path) == before
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
@@ -345,15 +349,13 @@ def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     return text, len(mw.gather(model))
 
 
-@pytest.mark.parametrize("where", ["all_to_all", "write"])
-def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path, where: str) -> None:
+def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path) -> None:
     """Nobody waits for rows of rank 0, and the next call finds all ranks in their places."""
-    before = signal.getsignal(signal.SIGINT)  # ignored, if the tests run in the background
-    first, second = worlds.run(2, interrupted, source, tmp_path / "out", where, seconds=30)
-    assert first == ("KeyboardInterrupt", len(load_file(source / "model.safetensors")))
-    assert re.search(words(r"\brank 0\b", "KeyboardInterrupt", r"/out\b"), second[0]), second
+    cases = {at: functools.partial(interrupted, source, tmp_path / "out", at) for at in ("all_to_all", "write")}
+    for first, second in worlds.in_turn(2, cases, seconds=30).values():
+        assert first == ("KeyboardInterrupt", len(load_file(source / "model.safetensors")))
+        assert re.search(words(r"\brank 0\b", "KeyboardInterrupt", r"/out\b"), second[0]), second
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def written_bit_by_bit(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,15 +414,18 @@ def test_a_directory_that_not_all_see(source: Path, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
-def test_columns_are_exchanged_in_windows(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+WINDOWS: list[tuple[str, dict[str, int]]] = [("qwen3_5_moe", dict(fsdp=2, tp=2)), ("qwen3", dict(fsdp=3))]
+if parts.ALL:
+    WINDOWS += [("qwen3", dict(replicate=2, tp=2)), ("qwen3", dict(fsdp=2, tp=2)), ("qwen3_5_moe", dict(fsdp=3))]
+
+
+@pytest.mark.parametrize(("family", "mesh"), WINDOWS, ids=str)
+def test_columns_are_exchanged_in_windows(
+    tmp_path: Path, family: str, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Smaller than a row, on a mesh that divides nothing evenly."""
     monkeypatch.setattr(writer, "_WINDOW_BYTES", 100)
-    source = tiny.directory(tmp_path / "m", family)
-    meshes: list[dict[str, int]] = [dict(fsdp=2, tp=2), dict(replicate=2, tp=2), dict(fsdp=3)]
-    for mesh in parts.every(2, meshes, family == "qwen3"):
-        out = tmp_path / "-".join(mesh)
-        worlds.run(
-            trials.world_of(mesh), lambda mesh=mesh, out=out: mw.export(mw.load(source, trials.mesh_of(mesh)), out)
-        )
-        assert bytes_of(out) == bytes_of(source)
+    few = {**TWO_LAYERS, "num_experts": 4} if family == "qwen3_5_moe" else {}
+    source, out = tiny.directory(tmp_path / "m", family, **few), tmp_path / "out"
+    worlds.run(trials.world_of(mesh), lambda: mw.export(mw.load(source, trials.mesh_of(mesh)), out))
+    assert bytes_of(out) == bytes_of(source)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,17 +154,36 @@ def error_of(act: Callable[[], object]) -> str:
     return "no error"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two_files(tmp_path_factory.mktemp("made") / "m")
+
+
+@pytest.fixture
+def source(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "m")
+
+
+def loaded(source: Path, case: str) -> str:
+    moment, change, _ = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        moment(source, change, patch)
+        return error_of(lambda: mw.load(source))
+
+
+@pytest.fixture(scope="module")
+def errors(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    sources = {case: shutil.copytree(made, tmp_path_factory.mktemp("case") / "m") for case in CASES}
+    return worlds.in_turn(1, {case: functools.partial(loaded, at, case) for case, at in sources.items()})
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_version_is_loaded_whole_or_not_at_all(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    moment, change, pattern = CASES[case]
-    source = two_files(tmp_path / "m")
-    moment(source, change, monkeypatch)
-    [text] = worlds.run(1, error_of, lambda: mw.load(source))
-    assert re.search(pattern, text), text
+def test_a_version_is_loaded_whole_or_not_at_all(errors: dict[str, list[str]], case: str) -> None:
+    [text] = errors[case]
+    assert re.search(CASES[case][2], text), text
 
 
-def test_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = two_files(tmp_path / "m")
+def test_the_error_says_what_to_do(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     between_the_files(source, BOTH, monkeypatch)
     [text] = worlds.run(1, error_of, lambda: mw.load(source))
     assert re.search(words(r"/m/[ab]\.safetensors", "load again", "writer", "rename"), text), text
@@ -171,9 +192,8 @@ def test_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(again[key], value) for key, value in load_file(source / FILES[1]).items())
 
 
-def test_one_reader_tells_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_reader_tells_its_node(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for what it sends."""
-    source = two_files(tmp_path / "m")
     between_the_files(source, BOTH, monkeypatch)
     by_one = lambda: mw.load(source, mw.Mesh(fsdp=2), read="node")  # noqa: E731
     first, second = worlds.run(2, error_of, by_one, seconds=20)
@@ -187,13 +207,13 @@ def after_another_version(source: Path, act: Callable[[mw.Model], object], head:
     return error_of(lambda: act(model))
 
 
-def test_weights_are_compared_with_the_version_that_was_loaded(tmp_path: Path) -> None:
-    [text] = worlds.run(1, after_another_version, two_files(tmp_path / "m"), mw.check_weights, "lm")
+def test_weights_are_compared_with_the_version_that_was_loaded(source: Path) -> None:
+    [text] = worlds.run(1, after_another_version, source, mw.check_weights, "lm")
     assert re.search(ANOTHER, text), text
 
 
-def test_carried_tensors_are_copied_from_the_version_that_was_loaded(tmp_path: Path) -> None:
+def test_carried_tensors_are_copied_from_the_version_that_was_loaded(source: Path, tmp_path: Path) -> None:
     export = lambda model: mw.export(model, tmp_path / "out")  # noqa: E731
-    [text] = worlds.run(1, after_another_version, two_files(tmp_path / "m"), export, "none")
+    [text] = worlds.run(1, after_another_version, source, export, "none")
     assert re.search(words(ANOTHER, "move the old file"), text), text
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -24,6 +24,17 @@ from tests.words import words
 
 MESHES = trials.MESHES if parts.ALL else [dict(), dict(fsdp=2), dict(tp=4)]
 ALL = [*MESHES, *(trials.EXPERT_MESHES if parts.ALL else [dict(fsdp=2, tp=2, ep=4), dict(cp=2, ep=2)])]
+LAYOUTS = ["per-expert", "fused"]
+EXPORTED = ["qwen3", "qwen3_tied", "qwen3_5"]
+# Pairs of a mesh and a layout of experts, or a mesh and another family: `make test` has each in a few.
+OF_EXPERTS = [(trials.named(mesh), layout) for n, mesh in enumerate(ALL) for layout in parts.every(2, LAYOUTS, n + 1)]
+OF_OTHERS = [
+    (trials.named(mesh), name)
+    for mesh in MESHES
+    for name in (EXPORTED if parts.ALL else {"fsdp=2": ["qwen3_tied", "qwen3_5"], "tp=4": ["qwen3", "qwen3_5"]}.get(
+        trials.named(mesh), []))
+]  # fmt: skip
+HYBRID = [trials.named(mesh) for mesh in MESHES if (trials.named(mesh), "qwen3_5") in OF_OTHERS]
 
 
 def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple[int, int, int], bool]:
@@ -66,8 +77,6 @@ def same_files(source: Path, out: Path) -> None:
     assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
 
 
-LAYOUTS = ["per-expert", "fused"]
-EXPORTED = ["qwen3", "qwen3_tied", "qwen3_5"]
 Source = tuple[str, str | None]  # a family, and the layout of its experts
 
 
@@ -91,9 +100,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
         for name, layout in [*experts, *((name, None) for name in EXPORTED)]
     }
     meshes = {trials.named(mesh): mesh for mesh in ALL}
-    groups = [
-        [(name, source) for source in sources if mesh in MESHES or source in experts] for name, mesh in meshes.items()
-    ]
+    wanted = [*((mesh, ("qwen3_moe", layout)) for mesh, layout in OF_EXPERTS), *((m, (n, None)) for m, n in OF_OTHERS)]
+    groups = [[case for case in wanted if case[0] == name] for name in meshes]
 
     def move(group: Sequence[tuple[str, Source]]) -> dict[tuple[str, Source], Moved]:
         mesh, out = meshes[group[0][0]], {case: at / "-".join(map(str, (case[0], *case[1]))) for case in group}
@@ -113,13 +121,12 @@ def reads_its_own(of: Moved, mesh: str) -> None:
         assert owned <= read <= (1.02 if parts == 1 else parts) * owned
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in ALL])
+@pytest.mark.parametrize(("mesh", "layout"), OF_EXPERTS)
 def test_reads_its_own_bytes_without_collectives(moved: Any, mesh: str, layout: str) -> None:
     reads_its_own(moved((mesh, ("qwen3_moe", layout))), mesh)
 
 
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in MESHES])
+@pytest.mark.parametrize("mesh", HYBRID)
 def test_reads_its_own_bytes_of_a_hybrid(moved: Any, mesh: str) -> None:
     reads_its_own(moved((mesh, ("qwen3_5", None))), mesh)
 
@@ -129,15 +136,13 @@ def is_the_source(of: Moved) -> None:
     same_files(of.source, of.out)
 
 
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in ALL])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("mesh", "layout"), OF_EXPERTS)
 def test_export_of_experts_is_the_source(moved: Any, mesh: str, layout: str) -> None:
     is_the_source(moved((mesh, ("qwen3_moe", layout))))
 
 
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in MESHES])
-@pytest.mark.parametrize("name", EXPORTED)
-def test_export_is_the_source(moved: Any, name: str, mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "name"), OF_OTHERS)
+def test_export_is_the_source(moved: Any, mesh: str, name: str) -> None:
     is_the_source(moved((mesh, (name, None))))
 
 
@@ -211,7 +216,7 @@ def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
         assert bytes(raw_tensor(result, key).flatten().contiguous().view(torch.uint8).tolist()) == values
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(tp=2)], ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(2, [dict(tp=2), {}]), ids=trials.named)
 def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
     """One parameter of ours may have two: gate in bfloat16, up in float32."""
     source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
@@ -240,7 +245,9 @@ def conditional(at: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("qwen3_5", {}), ("qwen3_5", dict(tp=2)), ("qwen3_5_moe", dict(fsdp=2, ep=2))], ids=str
+    ("name", "mesh"),
+    parts.every(2, [("qwen3_5", dict(tp=2)), ("qwen3_5", {}), ("qwen3_5_moe", dict(fsdp=2, ep=2))]),
+    ids=str,
 )
 def test_conditional_generation(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
     source = conditional(tmp_path / "m", name)
@@ -275,7 +282,7 @@ def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     return mw.gather(mw.init(config, trials.mesh_of(mesh), seed=3))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_5_moe", *(["qwen3_moe", "qwen3_5"] if parts.ALL else [])])
 def test_init_does_not_depend_on_the_mesh(tmp_path: Path, name: str) -> None:
     source = tiny.directory(tmp_path / "m", name)
     (source / "model.safetensors").unlink()
