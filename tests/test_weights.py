@@ -20,6 +20,7 @@ from meshwright.errors import RankError
 from meshwright.verify import Recorder
 from meshwright.weights import open_source, raw_tensor
 from tests import parts, tiny, trials, worlds
+from tests.test_checkpoint import TWO_LAYERS
 from tests.words import words
 
 MESHES = trials.MESHES if parts.ALL else [dict(), dict(fsdp=2), dict(tp=4)]
@@ -31,7 +32,7 @@ OF_EXPERTS = [(trials.named(mesh), layout) for n, mesh in enumerate(ALL) for lay
 OF_OTHERS = [
     (trials.named(mesh), name)
     for mesh in MESHES
-    for name in (EXPORTED if parts.ALL else {"fsdp=2": ["qwen3_tied", "qwen3_5"], "tp=4": ["qwen3", "qwen3_5"]}.get(
+    for name in (EXPORTED if parts.ALL else {"fsdp=2": ["qwen3_tied", "qwen3_5"], "tp=4": ["qwen3_5"]}.get(
         trials.named(mesh), []))
 ]  # fmt: skip
 HYBRID = [trials.named(mesh) for mesh in MESHES if (trials.named(mesh), "qwen3_5") in OF_OTHERS]
@@ -42,10 +43,8 @@ def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple
     there = trials.mesh_of(mesh)
     with Recorder() as recorder:
         model = mw.load(source, there)
-    sizes = {}
-    for key, made_of in _made_of(model).items():
-        for name in made_of:
-            sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
+    bits = {key: torch.finfo(dtype).bits for key, dtype in _dtypes(source).items()}
+    sizes = {name: bits[key] // 8 for key, made_of in _made_of(model).items() for name in made_of}
     owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
     return (len(recorder.collectives), model.bytes_read, owned), unchanged_by_export(model, out)
 
@@ -77,6 +76,7 @@ def same_files(source: Path, out: Path) -> None:
     assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
 
 
+FEW = dict(num_experts=8 if parts.ALL else 4)
 Source = tuple[str, str | None]  # a family, and the layout of its experts
 
 
@@ -96,7 +96,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
     at = tmp_path_factory.mktemp("moved")
     experts: list[Source] = [("qwen3_moe", layout) for layout in LAYOUTS]
     sources = {
-        (name, layout): tiny.directory(at / f"{name}-{layout}", name, dtype=torch.bfloat16, layout=layout)
+        (name, layout): tiny.directory(
+            at / f"{name}-{layout}", name, dtype=torch.bfloat16, layout=layout, **(FEW if layout else {})
+        )
         for name, layout in [*experts, *((name, None) for name in EXPORTED)]
     }
     meshes = {trials.named(mesh): mesh for mesh in ALL}
@@ -163,7 +165,7 @@ def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
 
 def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
     """A sharded source with an index, names of its own, mtp tensors that we do not train, and a tokenizer."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     extra = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.count": torch.tensor(7), "mtp.none": torch.zeros(0, 4)}
@@ -203,7 +205,7 @@ def _append(path: Path, extra: dict[str, tuple[str, list[int], bytes]]) -> None:
 
 def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
     """Integers, flags, scalars, empty tensors, float8 and what torch has no dtype for: byte for byte."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
     extra = {f"mtp.{d}": (d, [2, 4], bytes(range(7, 7 + bits))) for d, bits in CARRIED.items()}
     extra |= {f"mtp.{d}.empty": (d, [3, 0], b"") for d in CARRIED}
     extra |= {f"mtp.{d}.scalar": (d, [], b"\x01" * (bits // 8)) for d, bits in CARRIED.items() if bits % 8 == 0}
@@ -219,7 +221,7 @@ def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", parts.every(2, [dict(tp=2), {}]), ids=trials.named)
 def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
     """One parameter of ours may have two: gate in bfloat16, up in float32."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
     kinds = [torch.float32, torch.bfloat16, torch.float16]
     changed(source, lambda t: t.update({k: v.to(kinds[i % 3]) for i, (k, v) in enumerate(sorted(t.items()))}))
     assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
@@ -233,7 +235,8 @@ def _keys(directory: Path) -> dict[str, tuple[torch.dtype, bytes]]:
 
 def conditional(at: Path, name: str) -> Path:
     """A source of conditional generation: text under `model.language_model.`, a tower and only some of the mtp."""
-    source = tiny.directory(at, name, dtype=torch.bfloat16)
+    few = {**TWO_LAYERS, **(FEW if "moe" in name else {})}
+    source = tiny.directory(at, name, dtype=torch.bfloat16, **few)
     text = json.loads((source / "config.json").read_text())
     config = {"model_type": text["model_type"].removesuffix("_text"), "text_config": {**text, "mtp_num_layers": 1}}
     (source / "config.json").write_text(json.dumps({**config, "vision_config": {"depth": 1}, "dtype": "bfloat16"}))
@@ -284,7 +287,7 @@ def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", *(["qwen3_moe", "qwen3_5"] if parts.ALL else [])])
 def test_init_does_not_depend_on_the_mesh(tmp_path: Path, name: str) -> None:
-    source = tiny.directory(tmp_path / "m", name)
+    source = tiny.directory(tmp_path / "m", name, **({} if parts.ALL else {**TWO_LAYERS, **FEW}))
     (source / "model.safetensors").unlink()
     one = worlds.run(1, initialised, source, {})[0]
     meshes = {str(mesh): mesh for mesh in (dict(tp=2), dict(fsdp=2), dict(replicate=2))}
