@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import signal
 import tempfile
@@ -36,6 +37,18 @@ from meshwright.verify import Recorder
 from tests import parts, tiny, worlds
 
 NUM = 7
+ACTS: dict[str, Callable[[], None]] = {}
+
+
+@functools.cache
+def together() -> dict[str, list[None]]:
+    """Run what needs two ranks in one world. Each act makes a group of its own."""
+    return worlds.in_turn(2, ACTS)
+
+
+def on_two_ranks(act: Callable[[], None]) -> Callable[[], None]:
+    ACTS[act.__name__] = act
+    return functools.wraps(act)(lambda: together() and None)
 
 
 def world(size: int) -> dist.ProcessGroup:
@@ -111,12 +124,12 @@ def test_all_arrives_and_is_added_up_in_the_order_of_ranks(size: int, monkeypatc
     worlds.in_turn(size, cases)
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_messages_larger_than_the_buffers_of_a_socket() -> None:
     group = world(2)
     for dtype in (torch.float64, torch.bfloat16):
-        parts = [numbers(rank, dtype, 3_000_001) for rank in range(2)]
-        out = torch.empty(2 * 3_000_001, dtype=dtype)
+        parts = [numbers(rank, dtype, 600_001) for rank in range(2)]
+        out = torch.empty(2 * 600_001, dtype=dtype)
         all_gather_into(out, parts[group.rank()], group)
         assert torch.equal(out, torch.cat(parts))
         x = parts[group.rank()].clone()
@@ -146,7 +159,7 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
         all_gather_into(out, own, group)
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     group, whole = world(2), torch.ones(2 * NUM)
     with Recorder() as recorder:
@@ -156,7 +169,7 @@ def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     assert result == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_a_gather_that_is_broken_off_ends_the_group_on_all_ranks() -> None:
     """The rest of a message would arrive as the next one. So whoever uses the group again gets an error."""
     group = world(2)
@@ -184,12 +197,11 @@ def interrupt(*_: object) -> bool:
     raise KeyboardInterrupt
 
 
-@worlds.world(2)
-def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_two_ranks
+def test_an_interrupt_waits_until_all_has_arrived() -> None:
     """A sum has three pieces, and the interrupt follows the first. A leftover piece would arrive as part of the next
     sum."""
     group, real = world(2), local_sockets.LocalSockets._send
-    monkeypatch.setattr(local_collectives, "_PIECE", 3)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
     def interrupted(*args: Any) -> None:
@@ -198,14 +210,16 @@ def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatc
 
     summands, out = torch.arange(2.0 * NUM), torch.empty(NUM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_sockets.LocalSockets, "_send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            reduce_scatter_into(out, summands, group)
-    assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
-    reduce_scatter_into(out, summands, group)
-    assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
-    gathers(2)
-    sums(2)
+        patch.setattr(local_collectives, "_PIECE", 3)
+        with patch.context() as sending:
+            sending.setattr(local_sockets.LocalSockets, "_send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                reduce_scatter_into(out, summands, group)
+        assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
+        reduce_scatter_into(out, summands, group)
+        assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
+        gathers(2)
+        sums(2)
 
 
 def apart(kind: str) -> str:
@@ -245,13 +259,18 @@ EXPECTED = {
 }
 
 
+@functools.cache
+def parted() -> dict[str, list[str]]:
+    return worlds.in_turn(2, {kind: functools.partial(apart, kind) for kind in PARTED})
+
+
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str) -> None:
-    assert "gathered" not in (answers := worlds.run(2, apart, kind))
+    assert "gathered" not in (answers := parted()[kind])
     assert EXPECTED[kind] in answers[1]
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_an_op_that_fails_before_it_sends_ends_the_group() -> None:
     group = world(2)
     whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
@@ -296,7 +315,7 @@ def test_a_forked_child_keeps_no_connection_open(tmp_path: Path, monkeypatch: py
     assert float((tmp_path / "waited").read_text()) < 5
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_a_signal_handler_cannot_send_within_a_collective() -> None:
     """It would wait for its own rank, without a time limit."""
     group, seen = world(2), list[str]()
@@ -321,7 +340,7 @@ def test_a_signal_handler_cannot_send_within_a_collective() -> None:
             twice(all_gather_into, whole, own, group)
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_a_broken_pipe_is_an_error_even_if_the_signal_would_end_the_process() -> None:
     group = world(2)
     whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
@@ -335,7 +354,7 @@ def test_a_broken_pipe_is_an_error_even_if_the_signal_would_end_the_process() ->
         all_gather_into(whole, own, group)
 
 
-@worlds.world(2)
+@on_two_ranks
 def test_inputs_that_require_gradients_are_sent_too() -> None:
     group = world(2)
     rows = torch.ones(4, 3, requires_grad=True)
@@ -375,22 +394,22 @@ def test_a_rank_that_stays_away_or_leaves_is_named() -> None:
             twice(all_gather_into, whole, own, group)
 
 
-@pytest.mark.parametrize("has_read", [False, True])
-@worlds.world(2)
-def test_a_rank_that_leaves_while_others_wait_is_named(has_read: bool) -> None:
+@on_two_ranks
+def test_a_rank_that_leaves_while_others_wait_is_named() -> None:
     """A kernel reports the end in two ways: a reset if something that was sent to the rank is left unread."""
-    group = world(2)
-    whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
-    all_gather_into(whole, own, group)
-    if group.rank() == 0:
-        time.sleep(1)
-        sockets = local_collectives._SOCKETS[group]
-        if has_read:
-            sockets._peers[1].recv(4096)
-        sockets.close()
-    else:
-        with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
-            all_gather_into(whole, own, group)
+    for has_read in (False, True):
+        group = world(2)
+        whole, own = torch.zeros(2 * NUM), torch.ones(NUM)
+        all_gather_into(whole, own, group)
+        if group.rank() == 0:
+            time.sleep(1)
+            sockets = local_collectives._SOCKETS[group]
+            if has_read:
+                sockets._peers[1].recv(4096)
+            sockets.close()
+        else:
+            with pytest.raises(dist.DistBackendError, match="rank 0 has closed its connection"):
+                all_gather_into(whole, own, group)
 
 
 @worlds.world(1)
@@ -421,17 +440,18 @@ def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
         exchanges[0] += 1
         real(*args)
 
-    local_collectives._exchange = counted
-    with Recorder() as recorder:
-        mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank))
+    with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+        patch.setattr(local_collectives, "_exchange", counted)
+        mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank)[:1])
     return exchanges[0], [seen.op for seen in recorder.collectives]
 
 
-@pytest.mark.parametrize("mesh", [dict(tp=2), dict(fsdp=2, ep=2), *([dict(fsdp=2)] if parts.ALL else [])], ids=str)
-def test_every_collective_of_a_step_is_sent_so(tmp_path: Path, mesh: dict[str, int]) -> None:
-    directory = tiny.directory(tmp_path / "m", "qwen3_moe")
-    exchanges, seen = worlds.run(2, fsdp_steps, directory, mesh)[0]
-    assert exchanges == len(seen) > 0
+def test_every_collective_of_a_step_is_sent_so(tmp_path: Path) -> None:
+    directory = tiny.directory(tmp_path / "m", "qwen3_moe", num_hidden_layers=2, num_experts=4)
+    meshes: list[dict[str, int]] = [dict(tp=2), dict(fsdp=2, ep=2), *([dict(fsdp=2)] if parts.ALL else [])]
+    acts = {str(mesh): functools.partial(fsdp_steps, directory, mesh) for mesh in meshes}
+    for mesh, [(exchanges, seen), _] in worlds.in_turn(2, acts).items():
+        assert exchanges == len(seen) > 0, mesh
 
 
 def on_machines(root: Path) -> list[bool]:
