@@ -53,7 +53,7 @@ def both_ways(source: Path, mesh: dict[str, int], per_node: int) -> dict[str, An
 
 CASES: list[tuple[dict[str, int], str, int]] = [
     *(product(MESHES, ["qwen3_moe", "qwen3_5"], [2, 4]) if parts.ALL
-      else [(dict(fsdp=2, tp=2, ep=2), "qwen3_moe", 2), (dict(pp=2, fsdp=2), "qwen3_5", 4)])
+      else [(dict(replicate=2, tp=2), "qwen3_moe", 4), (dict(pp=2, fsdp=2), "qwen3_5", 2)])
 ]  # fmt: skip
 
 
