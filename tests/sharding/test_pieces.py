@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -25,11 +26,16 @@ from meshwright.sharding import (
     rows_to_write,
     rules,
 )
-from tests.parts import every
+from tests.parts import ALL, every
 from tests.sharding import reference
 from tests.sharding.reference import coordinates, examples, meshes, numbered, params
 from tests.sharding.tables import TINY, spec_of, table_of
 from tests.tiny import ODD
+
+
+def some(number):
+    """Half of the examples are left to `make matrix`."""
+    return examples(number if ALL else number // 2)
 
 
 def pieces_of(table, axes, rank=0):
@@ -102,7 +108,7 @@ def check_tiled(table, axes):
 
 
 @pytest.mark.parametrize("name", every(2, TINY))
-@examples(4)
+@some(4)
 @given(meshes(tp=[1, 2, 4], ep=[1, 2, 4, 8]))
 def test_tiny_models_tile(name, axes):
     check_tiled(table_of(name), axes)
@@ -124,8 +130,7 @@ def test_rows_that_are_not_written_once_are_reported(monkeypatch, wrong):
             check_rows_to_write(param, spec_of(table, 1), axes)
 
 
-@pytest.mark.parametrize("head", ["value", "none"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "head"), every(5, product(TINY, ["value", "none"])))
 def test_other_heads_tile(name, head):
     check_tiled(table_of(name, head), Axes(pp=2, replicate=2, fsdp=2, tp=2, ep=2))
 
@@ -143,7 +148,7 @@ def test_other_heads_tile(name, head):
     ids=str,
 )
 def test_tiny_models_tile_on_chosen_meshes(axes):
-    for name in every(4, TINY, axes.world):
+    for name in every(8, TINY, axes.world):
         check_tiled(table_of(name), axes)
 
 
@@ -153,14 +158,14 @@ def placed(draw, kinds=("dense", "expert"), max_world=64):
     return axes, draw(params(axes, kinds=kinds))
 
 
-@examples(100)
+@some(100)
 @given(placed())
 def test_any_parameter_tiles(case):
     axes, param = case
     check_tiled(Table({param.name: param}), axes)
 
 
-@examples(40)
+@some(40)
 @given(placed(kinds=("dense",)), st.integers(1, 4))
 def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
     axes, param = case
@@ -230,7 +235,7 @@ def test_kv_heads_are_whole_beyond_their_number(tp, num_rows):
     assert ("tp" in place(table["layers.0.mixer.v.weight"], Rules(), axes).copies) == (tp in (1, 4))
 
 
-@examples(60)
+@some(60)
 @given(meshes(), st.sampled_from(["heads", "key", "ffn", "expert"]), st.integers(1, 40), st.booleans())
 def test_what_does_not_divide_is_refused(axes, dim, size, in_cols):
     axis, parts = ("ep", axes.ep) if dim == "expert" else ("tp", axes.tp)
@@ -250,7 +255,7 @@ def test_tp_beyond_the_key_heads_of_the_delta_net_is_refused():
         place(table_of("qwen3_5")["layers.0.mixer.qkv.weight"], Rules(), Axes(tp=8))
 
 
-@examples(60)
+@some(60)
 @given(placed())
 def test_spans_are_what_pieces_are_cut_to(case):
     """Model code gets a range of heads; its parameters hold just those."""
@@ -262,7 +267,7 @@ def test_spans_are_what_pieces_are_cut_to(case):
         assert torch.equal(ids, numbered(param)[tuple(slice(a, b) for a, b in spans)])
 
 
-@examples(60)
+@some(60)
 @given(placed())
 def test_every_axis_does_one_thing(case):
     """split, shard and copies share the axes of a stage: none is used twice, none is forgotten."""
