@@ -28,8 +28,8 @@ def chats(path: Path, num: int = 150) -> Path:
     return path
 
 
-def source(at: Path, name: str) -> Path:
-    changes = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
+def source(at: Path, name: str, **changes: Any) -> Path:
+    changes |= dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
     at = tiny.directory(at, name, vocab_size=400, **changes)
     saved = copy.deepcopy(tokenizer())  # other tests share the original
     saved.chat_template = GOOD["hybrid"]

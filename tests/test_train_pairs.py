@@ -35,11 +35,18 @@ STEPS = 30 if parts.ALL else 2
 MESHES: list[dict[str, int]] = [
     dict(fsdp=2, ep=2), *([dict(fsdp=2, tp=2, ep=2), dict(tp=2), dict(cp=2), dict(pp=2)] if parts.ALL else []),
 ]  # fmt: skip
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "dpo": {"sft_weight": 0.1}, "reward": {"centre": 0.01}, "classify": {"labels": ["bad", "good", "odd"]},
+ON_MESHES: dict[str, dict[str, Any]] = {
+    "reward": {"centre": 0.01}, "classify": {"labels": ["bad", "good", "odd"]},
     "distill": {"top_k": 7, "temperature": 2.0}, "embedding": {"dims": [36, 12], "query_prompt": "Q:"},
-    "rerank": {"answers": ["n", "y"]}, **({"simpo": {}, "orpo": {}} if parts.ALL else {}),
 }  # fmt: skip
+# Of dpo, and of distill with scores in files, tests below compare losses of one and of two ranks.
+ALONE: dict[str, dict[str, Any]] = {
+    "dpo": {"sft_weight": 0.1}, "rerank": {"answers": ["n", "y"]}, "simpo": {}, "orpo": {},
+}  # fmt: skip
+
+
+OBJECTIVES = {**ON_MESHES, **ALONE}
+LAYERS = {} if parts.ALL else {"num_hidden_layers": 1}
 
 
 def pairs(path: Path, num: int = 50) -> Path:
@@ -136,16 +143,19 @@ def on_mesh(paths: Mapping[str, Path], mesh: dict[str, int]) -> None:
 @pytest.mark.timeout(1800 if parts.ALL else 300)
 def test_curves_are_equal_on_every_mesh(tmp_path: Path) -> None:
     """A data rank takes 1, 2 or 4 micro-batches. Evaluations have the metrics of the objective."""
-    model, _ = runs.source(tmp_path / "m", "qwen3_moe"), runs.source(tmp_path / "teacher", "qwen3")
+    model, _ = runs.source(tmp_path / "m", "qwen3_moe", **LAYERS), runs.source(tmp_path / "teacher", "qwen3", **LAYERS)
     curves: dict[str, dict[str, Any]] = {}
     for number, mesh in enumerate([{}, *MESHES]):
-        paths = {name: file_of(tmp_path / f"{number}" / name, name, model) for name in OBJECTIVES}
+        options: dict[str, Any] = {"save": {"export": False}} if mesh else {}
+        paths = {
+            name: file_of(tmp_path / f"{number}" / name, name, model, **options)
+            for name in (OBJECTIVES if parts.ALL else ON_MESHES)
+        }
         on_mesh(paths, mesh)
         curves[str(mesh)] = {name: figures(path.parent) for name, path in paths.items()}
     distilled = [line["train/kl"] for line in curves["{}"]["distill"] if "train/kl" in line]
     assert distilled[-1] < distilled[0]
     assert {"train/positive_cosine", "train/accuracy"} < curves["{}"]["embedding"][-1].keys()
-    assert {"train/margins", "train/rewards_chosen"} < curves["{}"]["dpo"][0].keys()
     evaluations = {name for line in curves["{}"]["classify"] for name in line if name.startswith("eval/")}
     assert evaluations == {"eval/held-out/loss", "eval/held-out/accuracy"}
     for mesh_name, of_mesh in curves.items():
@@ -191,8 +201,9 @@ def stopped(path: Path, at_step: int, *sets: str) -> tuple[list[str], int]:
 
 def test_a_run_goes_on_with_its_pairs_and_scores(tmp_path: Path) -> None:
     """On another number of ranks. Other weights of the reference are refused, and a damaged chunk is scored anew."""
-    model = runs.source(tmp_path / "m", "qwen3")
-    whole, parted = (file_of(tmp_path / name, "dpo", model, train={"steps": 6}) for name in ("whole", "parted"))
+    model = runs.source(tmp_path / "m", "qwen3", **LAYERS)
+    options: dict[str, Any] = {"train": {"steps": 5}, "save": {"export": False}}
+    whole, parted = (file_of(tmp_path / name, "dpo", model, **options) for name in ("whole", "parted"))
     [(undisturbed, _)] = worlds.run(1, stopped, whole, 99)
     first, num_scored = worlds.run(2, stopped, parted, 2, "mesh.fsdp=2")[0]
     assert num_scored > 8
@@ -202,16 +213,17 @@ def test_a_run_goes_on_with_its_pairs_and_scores(tmp_path: Path) -> None:
     second, num_scored = worlds.run(1, stopped, parted, 99)[0]
     assert 0 < num_scored <= 4
     assert [each.replace("/parted/", "/whole/") for each in [*first, *second]] == undisturbed
+    assert {"train/margins", "train/rewards_chosen"} < figures(whole.parent)[0].keys()
     assert runs.losses(tmp_path / "parted") == pytest.approx(runs.losses(tmp_path / "whole"), rel=1e-9)
     chunk.write_bytes(kept[:-1] + b"x")
-    assert 0 < worlds.run(1, stopped, parted, 99, "train.steps=7")[0][1] <= 4
+    assert 0 < worlds.run(1, stopped, parted, 99, "train.steps=6")[0][1] <= 4
     rows, before = (np.frombuffer(content[16:]).reshape(-1, 3) for content in (chunk.read_bytes(), kept))
     assert np.allclose(rows, before, rtol=1e-12)
     weights = model / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(mw.errors.RankError, match=words("reference model with other weights")):
-        worlds.run(1, stopped, parted, 99, "train.steps=8")
+        worlds.run(1, stopped, parted, 99, "train.steps=7")
 
 
 def reference_of(path: Path, *sets: str) -> torch.Tensor:
@@ -245,7 +257,7 @@ def with_adapters_and_others(at: Path, model: Path, other: Path) -> list[torch.T
 
 
 def test_the_reference_is_the_model_without_adapters_or_another(tmp_path: Path) -> None:
-    model = runs.source(tmp_path / "m", "qwen3")
+    model = runs.source(tmp_path / "m", "qwen3", **LAYERS)
     shutil.copytree(model, tmp_path / "other")
     weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
     weights.lm_head.weight.data *= 1.5
@@ -289,7 +301,7 @@ def reranked(path: Path) -> tuple[float, float]:
 
 
 def test_a_reranker_is_scored_as_its_prompt_says(tmp_path: Path) -> None:
-    path = file_of(tmp_path / "run", "rerank", runs.source(tmp_path / "m", "qwen3"))
+    path = file_of(tmp_path / "run", "rerank", runs.source(tmp_path / "m", "qwen3", **LAYERS))
     [(loss, by_hand)] = worlds.run(1, reranked, path)
     assert loss == pytest.approx(by_hand, rel=1e-9)
 
@@ -313,11 +325,11 @@ def with_scores(path: Path, *sets: str) -> tuple[int, int]:
 
 def test_a_teacher_is_asked_once(tmp_path: Path) -> None:
     """Scores are kept in files, of held-out data too. A killed run scores what lacks."""
-    model, _ = runs.source(tmp_path / "m", "qwen3"), runs.source(tmp_path / "teacher", "qwen3_moe")
-    scores, options = tmp_path / "scores", {"options": {"scores": str(tmp_path / "scores")}}
+    model, _ = runs.source(tmp_path / "m", "qwen3", **LAYERS), runs.source(tmp_path / "teacher", "qwen3_moe", **LAYERS)
+    scores = tmp_path / "scores"
     asked, *kept = (
-        file_of(tmp_path / name, "distill", model, **({} if name == "asked" else options))
-        for name in ("asked", "one", "two", "three")
+        file_of(tmp_path / name, "distill", model, options={"scores": where} if where else {}, save={"export": False})
+        for name, where in (("asked", ""), ("one", str(scores)), ("two", str(scores)), ("three", str(scores)))
     )
     [(_, scored)] = worlds.run(1, with_scores, asked)
     assert not scored
@@ -349,7 +361,7 @@ def test_labels_are_shown_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], objective: str, names: set[str]
 ) -> None:
     """`meshwright data --show` has no numbers of classes, and no ids of answers."""
-    path = file_of(tmp_path / "run", objective, runs.source(tmp_path / "m", "qwen3"))
+    path = file_of(tmp_path / "run", objective, runs.source(tmp_path / "m", "qwen3", **LAYERS))
     assert main(["data", str(path), "--show", "30"]) == 0
     assert {*re.findall(r" -> \[(.*?)\]", capsys.readouterr().out)} == names
 
