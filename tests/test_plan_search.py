@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_first_price_equals_estimate_of_all_layers(kind: str, name: str) -> None
     memory = MemoryOptions(kind, token_once=kind == "full", narrow_grads=kind == "full")
     model = one_of_each_layer(blueprint)
     assert sum(model.num.values()) == blueprint.table.num_layers
-    for mesh in MESHES:
+    for mesh in parts.every(2, MESHES, kind == "full"):
         axes = Axes(**mesh)
         figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, None, 3), cluster=H100)
         mark(model.blueprint.module, memory)
@@ -111,12 +112,12 @@ def test_least_memory_is_a_lower_bound() -> None:
     """A search drops meshes whose lower bound does not fit. The bound must also be close."""
     blueprint = Blueprint.of(SHALLOW)
     least, shares = LeastMemory(blueprint, 8192, 4), dict[str, list[float]]()
-    for mesh, num in ((dict(fsdp=8), 1), (dict(cp=8, ep=8), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
-        for recompute in ("none", "selective", "full"):
-            axes, memory = Axes(**mesh), MemoryOptions(recompute)
-            figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, 8192, num), cluster=H100)
-            share = least.num_bytes(axes, num, memory, holds=False) / figures.most.device_bytes
-            shares.setdefault(recompute, []).append(share)
+    meshes = ((dict(fsdp=8), 1), (dict(cp=8, ep=8), 2), (dict(fsdp=2, tp=4, ep=8), 4))
+    for (mesh, num), recompute in parts.every(4, product(meshes, ("none", "selective", "full"))):
+        axes, memory = Axes(**mesh), MemoryOptions(recompute)
+        figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, 8192, num), cluster=H100)
+        share = least.num_bytes(axes, num, memory, holds=False) / figures.most.device_bytes
+        shares.setdefault(recompute, []).append(share)
     for num, hold in ((2, False), (6, True)):
         axes, piped = Axes(pp=2, fsdp=4), blueprint.with_options(pipeline=Pipeline(hold=hold))
         figures = Figures("it", piped, axes, work_of(axes, 8192, num), cluster=H100)
@@ -171,7 +172,7 @@ def test_first_result_is_the_quickest_of_all_meshes() -> None:
         for cut in cuts(blueprint, Size(4, 8, 8192, 4 * 8192), mw.AdamW())
     ]
     device = sorted(figures.most.num_bytes for figures in every)[len(every) // 2]  # half of them fit
-    quickest = min(estimate(f).seconds for each in every if (f := replace(each, device=device)).fits)
+    quickest = min(estimate(each).seconds for each in every if each.most.num_bytes <= device)
     result = search_of(config, 4, device)
     best = [candidate.estimate.seconds for candidate in result.best]
     assert len(best) == 5
@@ -205,20 +206,29 @@ def test_search_counts_activations_as_stored_bytes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Figures, "memories", property(memories))
     [first] = search_of(config, 2, 50_000_000, top=1).best
     assert first.figures.memory.recompute == "full", "full recomputation takes the host less time than selective"
-    none = search_of(config, 2, 1_000_000, top=1).nearest
-    assert none is not None
-    assert none.left_bytes < -1_000_000
 
 
 def test_search_results_equal_their_plans(tmp_path: Path, capsys: Capture) -> None:
     """`meshwright plan` with the printed command gives the same bytes and the same time."""
-    at = written(tmp_path / "8b.json", {**QWEN3_8B, "num_hidden_layers": 8})
-    more = ["--sea=16", "--device", "H100", "--tokens", "4096", "--state-dtype", "bfloat16", "--between", "25"]
+    at = written(tmp_path / "8b.json", {**QWEN3_8B, "num_hidden_layers": 4})
+    more = [
+        "--sea=8",
+        "--top",
+        "2",
+        "--device",
+        "H100",
+        "--tokens",
+        "4096",
+        "--state-dtype",
+        "bfloat16",
+        "--between",
+        "25",
+    ]
     more += ["--json", "--offl"]
     code, out, _ = planned(capsys, at, *more)
     assert code == 0
     result = json.loads(out)
-    assert (result["ranks"], result["global_tokens"], len(result["best"])) == (16, 16 * 4096, 5)
+    assert (result["ranks"], result["global_tokens"], len(result["best"])) == (8, 8 * 4096, 2)
     for best in result["best"]:
         program, *arguments = shlex.split(best["command"])
         assert program == "meshwright"
@@ -240,14 +250,14 @@ def test_table_fits_the_terminal(
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "a.json", SHALLOW)
     options = ["--global-tokens", "1048576", "--top", "3"]
-    code, out, _ = planned(capsys, "a.json", "--search", "16", "--device", "H100", *options)
+    code, out, _ = planned(capsys, "a.json", "--search", "8", "--device", "H100", *options)
     assert code == 0
     *text, last = out.rstrip().splitlines()
     assert max(map(len, text)) <= columns
     assert last.startswith("  meshwright plan a.json --device H100 --mesh ")
     text_of_table = " ".join(out.split())
     expected = [
-        "a.json on 16 ranks of H100", "1,048,576 tokens a step", "meshes possible", "FSDP +bubble",
+        "a.json on 8 ranks of H100", "1,048,576 tokens a step", "meshes possible", "FSDP +bubble",
         r"[1-3] .*micro-batch",
         r"waits \d+% of a step for|hardly waits", "than (in )?the first|as fast as",
         "Estimated for nodes of 8",
@@ -284,11 +294,11 @@ def test_search_refuses_other_options(capsys: Capture, options: list[str], messa
 
 
 def test_search_keeps_the_requested_schedule() -> None:
-    config = tiny.of("qwen3", num_hidden_layers=16, hidden_size=1024, intermediate_size=4096)
+    config = tiny.of("qwen3", num_hidden_layers=8, hidden_size=1024, intermediate_size=4096)
     blueprint = Blueprint.of(config).with_options(pipeline=Pipeline("v"))
-    result = Search(blueprint, request(32, top=2), lambda _: None).run()
+    result = Search(blueprint, request(4, top=2), lambda _: None).run()
     schedules = {(c.figures.axes.pp > 1, c.figures.blueprint.recipe.pipeline.schedule) for c in result.best}
-    assert schedules <= {(True, "v"), (False, "1f1b")}
+    assert schedules == {(True, "v"), (False, "1f1b")}
 
 
 def test_command_states_the_chosen_hold() -> None:
