@@ -20,7 +20,7 @@ from meshwright.data.images import Frame, Images
 from meshwright.engine.agreement import Data, GatheredData, Proposal, _streams, checksum, whole_step
 from meshwright.engine.batching import _settings_to_compare
 from meshwright.errors import RankError
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed
 from tests.words import words
 
@@ -239,7 +239,9 @@ def looked_apart(source: Path, mesh: dict[str, int]) -> int:
     return sum(len(mw.logprobs(model, batch)) for batch in looked)
 
 
-@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", parts.every(2, [dict(replicate=2, tp=2), dict(replicate=2, fsdp=2, tp=2)]), ids=trials.named
+)
 def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
     result = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
     assert result == [2 * tiny.LENGTH] * (len(result) // 2) + [0] * (len(result) // 2)
