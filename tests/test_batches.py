@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from torch import Tensor
 
 import meshwright as mw
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed, said
 from tests.words import words
 
@@ -51,13 +52,17 @@ def of_rewards(*documents: list[list[int]], length: int | None = None, name: str
 @pytest.mark.parametrize("name", ["weights", "loss_mask"])
 def test_an_unused_field(source: Path, name: str) -> None:
     batches = of_rewards(DOCUMENTS, name=name)
-    text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(batches))[0]
-    assert re.search(words("^DataError", rf"field {name!r}", r"\bloss\b", "'weight'"), text), text
     padded = of_rewards(DOCUMENTS, name="attention_mask")
-    text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(padded))[0]
-    assert re.search(words("^DataError", "'attention_mask'", "without padding"), text), text
     reads = lambda s, f: -s["logprobs"] * f[name]  # noqa: E731
-    assert worlds.run(1, evaluated, source, [batches], reads)[0][0] > 0
+    acts = {
+        "unused": partial(said, source, {}, lambda engine: engine.evaluate(batches)),
+        "padded": partial(said, source, {}, lambda engine: engine.evaluate(padded)),
+        "used": partial(evaluated, source, [batches], reads),
+    }
+    unused, mask, losses = (answer for [answer] in worlds.in_turn(1, acts).values())
+    assert re.search(words("^DataError", rf"field {name!r}", r"\bloss\b", "'weight'"), unused), unused
+    assert re.search(words("^DataError", "'attention_mask'", "without padding"), mask), mask
+    assert losses[0] > 0
 
 
 def stateful(source: Path) -> list[float]:
@@ -79,8 +84,10 @@ def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
             * (3 in requested and True in requested and ("reward" in dict(requested[3:])))
         )
 
-    plain = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], mw.losses.cross_entropy)[0]
-    assert worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], loss)[0] == pytest.approx(plain)
+    losses = {"plain": mw.losses.cross_entropy, "ours": loss}
+    acts = {name: partial(evaluated, source, [of_rewards(DOCUMENTS)], each) for name, each in losses.items()}
+    answers = worlds.in_turn(1, acts)
+    assert answers["ours"][0] == pytest.approx(answers["plain"][0])
 
 
 def two_losses(source: Path, mesh: dict[str, int]) -> tuple[float, float, float]:
@@ -90,7 +97,7 @@ def two_losses(source: Path, mesh: dict[str, int]) -> tuple[float, float, float]
     return alone, record.loss, record.router_loss
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2)], ids=trials.named)
+@pytest.mark.parametrize("mesh", [{}, dict(tp=2), *([dict(fsdp=2, tp=2)] if parts.ALL else [])], ids=trials.named)
 def test_the_router_s_part_of_the_loss(tmp_path: Path, mesh: dict[str, int]) -> None:
     on = tiny.directory(tmp_path / "m", "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
     for alone, loss, router in worlds.run(trials.world_of(mesh), two_losses, on, mesh):

@@ -54,7 +54,7 @@ def _real(source: Path, mesh: dict[str, int], args: list[Any]) -> list[tuple[lis
 @pytest.mark.parametrize(("name", "sizes"), parts.every(6, product(["qwen3_moe", "qwen3_5_moe"], MESHES)))
 def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -> None:
     """Each rank takes options in turn: none leaves anything behind for the next."""
-    cases = parts.every(2, CASES.values(), [*MESHES].index(sizes))
+    cases = parts.every(3, CASES.values(), [*MESHES].index(sizes))
     mesh, wide = MESHES[sizes], dict(hidden_size=256, moe_intermediate_size=512)  # matrices with blocks for 8 bits
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **wide)
     ranks = worlds.run(4, _real, source, mesh, cases)

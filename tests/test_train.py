@@ -27,7 +27,7 @@ from tests.started import Started, forked_ranks
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        ("qwen3_tied", [dict(replicate=2, fsdp=2), dict(tp=2), *([dict(fsdp=2), dict(pp=2)] if ALL else [])]),
+        ("qwen3_tied", [dict(replicate=2, fsdp=2), *([dict(tp=2), dict(fsdp=2), dict(pp=2)] if ALL else [])]),
         pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=[pytest.mark.slow, IN_MATRIX]),
     ],
 )
