@@ -72,7 +72,7 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-        chats(tmp_path / name / "chats.jsonl")
+        chats(tmp_path / name / "chats.jsonl", 80)
     whole, parts = (file_of(tmp_path / name, model, train=dict(epochs=2.0)) for name in ("whole", "parts"))
     for path in (whole, parts):
         path.write_text(path.read_text().replace(f"steps = {STEPS}\n", ""))

@@ -162,7 +162,7 @@ def test_losses_are_equal_on_every_mesh(
     """Some streams have images, others none."""
     for at, where in (("one", {}), ("mesh", mesh)):
         (tmp_path / at).mkdir()
-        runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false")
+        runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false", "train.steps=3")
     one, there = runs.losses(tmp_path / "one"), runs.losses(tmp_path / "mesh")
     assert there == pytest.approx(one, rel=1e-9)
     assert one[-1] < one[0]
@@ -242,7 +242,7 @@ def test_images_are_named_and_shown(model: Callable[[str], Path], tmp_path: Path
 def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
     """Two processes train; examples/colours.py lets transformers answer."""
     file = file_of(tmp_path, model("qwen3_vl"), dtype="float32")
-    runs.on_mesh(file, dict(fsdp=2))
+    runs.on_mesh(file, dict(fsdp=2), "train.steps=1")
     export = tmp_path / "out" / "export"
     shown.drawn(tmp_path / "new.png", "green")
     question = [{"type": "image", "image": "new.png"}, {"type": "text", "text": "colour?"}]

@@ -37,7 +37,7 @@ from tests.runs import STEPS, chats, file_of, lines, losses, source
 
 def three_sources(at: Path) -> Path:
     """Name the second of three sources."""
-    model = source(at / "m", "qwen3_tied")
+    model = source(at / "m", "qwen3_tied", num_hidden_layers=1)
     for number, name in enumerate("abc"):
         chats(at / f"{name}.jsonl", 30 + number)
     path = file_of(at, model, save=dict(export=False), train=dict(steps=3))
@@ -204,7 +204,7 @@ def test_the_best_weights_are_those_of_the_last_start(tmp_path: Path) -> None:
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
-    model = source(tmp_path / "m", "qwen3_moe")
+    model = source(tmp_path / "m", "qwen3_moe", num_hidden_layers=1)
     chats(tmp_path / "chats.jsonl")
     small: Any = dict(train=dict(tokens_per_step=256), save=dict(export=False))
     worlds.run(2, functools.partial(run, config_file.read(file_of(tmp_path, model, mesh=dict(fsdp=2, ep=2), **small))))
