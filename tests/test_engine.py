@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,28 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.engine.mtp import MtpRecord
 from meshwright.engine.step_results import Results, norms_if_applied, results_of
-from meshwright.errors import RankError
 from tests import parts, tiny, trials, worlds
 from tests.trials import build, feed
 from tests.words import words
+
+Ran = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ran(source: Path) -> Ran:
+    """Return what all ranks of a mesh say in a function of RUNS. Runs on equally many ranks share a world."""
+    runs = {_key(function, mesh): (function, mesh) for function, mesh in RUNS}
+
+    def run(group: Sequence[str]) -> dict[str, list[Any]]:
+        acts = {key: functools.partial(runs[key][0], source, runs[key][1]) for key in group}
+        return worlds.in_turn(trials.world_of(runs[group[0]][1]), acts)
+
+    shared = worlds.shared({key: trials.world_of(mesh) for key, (_, mesh) in runs.items()}, run)
+    return lambda function, mesh: shared(_key(function, mesh))
+
+
+def _key(function: Callable[..., Any], mesh: dict[str, int]) -> str:
+    return f"{function.__name__} {trials.named(mesh)}"
 
 
 def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
@@ -31,11 +51,12 @@ def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
     return [*out, engine.step(feed(engine)).loss]
 
 
-@pytest.mark.parametrize(
-    "mesh", parts.every(3, [dict(), dict(tp=2), dict(fsdp=2, tp=2), dict(fsdp=2)]), ids=trials.named
-)
-def test_evaluation_sees_every_update_and_changes_nothing(source: Path, mesh: dict[str, int]) -> None:
-    losses = worlds.run(trials.world_of(mesh), evaluated_between_steps, source, mesh)
+EVALUATED: list[dict[str, int]] = [dict(fsdp=2), *([dict(), dict(tp=2), dict(fsdp=2, tp=2)] if parts.ALL else [])]
+
+
+@pytest.mark.parametrize("mesh", EVALUATED, ids=trials.named)
+def test_evaluation_sees_every_update_and_changes_nothing(ran: Ran, mesh: dict[str, int]) -> None:
+    losses = ran(evaluated_between_steps, mesh)
     assert all(of_rank == losses[0] for of_rank in losses)
     before, *rest = losses[0]
     assert before == pytest.approx(rest[0], rel=1e-12)  # evaluate == the loss of the step that follows
@@ -45,18 +66,19 @@ def test_evaluation_sees_every_update_and_changes_nothing(source: Path, mesh: di
 
 
 def inference(source: Path, mesh: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
-    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64)
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float64)
     value = mw.load(source, model.mesh, dtype=torch.float64, head="value")
     batch = tiny.batches(model.mesh.axes.data_rank(model.mesh.rank))[0]
     return mw.logits(model, batch), mw.logprobs(model, batch), mw.logits(value, batch)
 
 
-@pytest.mark.parametrize(
-    "mesh", [dict(fsdp=2, tp=2), *([dict(tp=2), dict(tp=4)] if parts.ALL else [])], ids=trials.named
-)
-def test_logits_and_logprobs_are_the_same_on_all_ranks_of_a_data_rank(source: Path, mesh: dict[str, int]) -> None:
-    one = worlds.run(1, inference, source, {})[0]
-    for result in worlds.run(trials.world_of(mesh), inference, source, mesh)[: mesh["tp"]]:
+INFERRED: list[dict[str, int]] = [dict(fsdp=2, tp=2), *([dict(tp=2), dict(tp=4)] if parts.ALL else [])]
+
+
+@pytest.mark.parametrize("mesh", INFERRED, ids=trials.named)
+def test_logits_and_logprobs_are_the_same_on_all_ranks_of_a_data_rank(ran: Ran, mesh: dict[str, int]) -> None:
+    one = ran(inference, {})[0]
+    for result in ran(inference, mesh)[: mesh["tp"]]:
         for ours, reference in zip(result, one, strict=True):
             assert ours.shape == reference.shape
             assert torch.allclose(ours, reference, rtol=0, atol=1e-10)
@@ -83,18 +105,21 @@ def _with_fields(seed: int) -> mw.Batch:
     return mw.pack(docs, length=30, fields=fields)
 
 
-@pytest.mark.parametrize("mesh", parts.every(2, [dict(fsdp=2), dict(fsdp=2, tp=2), dict(tp=2)]), ids=trials.named)
-def test_own_loss_with_weights_and_entropy(source: Path, mesh: dict[str, int]) -> None:
-    ref_loss, ref = worlds.run(1, weighted, source, {})[0]
-    loss, grads = worlds.run(trials.world_of(mesh), weighted, source, mesh)[0]
+WEIGHTED: list[dict[str, int]] = parts.every(2, [dict(fsdp=2), dict(fsdp=2, tp=2), dict(tp=2)])
+
+
+@pytest.mark.parametrize("mesh", WEIGHTED, ids=trials.named)
+def test_own_loss_with_weights_and_entropy(ran: Ran, mesh: dict[str, int]) -> None:
+    ref_loss, ref = ran(weighted, {})[0]
+    loss, grads = ran(weighted, mesh)[0]
     assert loss == pytest.approx(ref_loss, rel=1e-12)
     for name, grad in ref.items():
         assert (grads[name] - grad).norm() <= 1e-9 * grad.norm(), name
 
 
-def test_weights_divide_by_their_sum(source: Path) -> None:
-    loss, _ = worlds.run(1, weighted, source, {})[0]
-    batches, result = [_with_fields(0), _with_fields(1)], worlds.run(1, _scores, source)[0]
+def test_weights_divide_by_their_sum(ran: Ran) -> None:
+    loss, _ = ran(weighted, {})[0]
+    batches, result = [_with_fields(0), _with_fields(1)], ran(scored, {})[0]
     total = weight = 0.0
     for batch, (logprobs, entropy) in zip(batches, result, strict=True):
         w = batch.fields["weight"] * (batch.labels >= 0)
@@ -103,8 +128,8 @@ def test_weights_divide_by_their_sum(source: Path) -> None:
     assert loss == pytest.approx(total / weight, rel=1e-6)  # fields are float32
 
 
-def _scores(source: Path) -> list[tuple[Tensor, Tensor]]:
-    model = mw.load(source, dtype=torch.float64)
+def scored(source: Path, mesh: dict[str, int]) -> list[tuple[Tensor, Tensor]]:
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float64)
     out = []
     for batch in (_with_fields(0), _with_fields(1)):
         logp = mw.logits(model, batch).log_softmax(-1)
@@ -121,9 +146,8 @@ def frozen(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[
     return before, mw.gather(engine.model), grads
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2)], ids=trials.named)
-def test_frozen_parameters_stay(source: Path, mesh: dict[str, int]) -> None:
-    before, after, grads = worlds.run(trials.world_of(mesh), frozen, source, mesh)[0]
+def test_frozen_parameters_stay(ran: Ran) -> None:
+    before, after, grads = ran(frozen, BOTH)[0]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert (
         moved == set(grads) == {n for n in before if "layers.1." in n or n in ("lm_head.weight", "model.norm.weight")}
@@ -147,9 +171,9 @@ def test_weight_decay_as_declared(tmp_path: Path) -> None:
     assert kept == {n for n in before if n.endswith(("norm.weight", "A_log", "dt_bias"))}
 
 
-def adam(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def adam(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Three steps of ours, and of torch's AdamW and clipping on whole tensors with the same gradients."""
-    engine = build(source, {}, optimizer=mw.AdamW(betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3), max_norm=0.05)
+    engine = build(source, mesh, optimizer=mw.AdamW(betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3), max_norm=0.05)
     plain = {name: torch.nn.Parameter(t.double()) for name, t in mw.gather(engine.model).items()}
     groups = [[p for n, p in plain.items() if ("norm" not in n) == decayed] for decayed in (True, False)]
     torchs = torch.optim.AdamW(
@@ -174,10 +198,16 @@ def _masters(engine: mw.Engine) -> dict[str, Tensor]:
     return mw.gather(engine.model, "grad")
 
 
-def test_three_steps_are_those_of_torch(source: Path) -> None:
-    result, expected = worlds.run(1, adam, source)[0]
+def test_three_steps_are_those_of_torch(ran: Ran) -> None:
+    result, expected = ran(adam, {})[0]
     for name, p in expected.items():
         assert torch.allclose(result[name], p, rtol=0, atol=1e-12), name
+
+
+def recovered_in_old_torch(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        return recovered(source, mesh)
 
 
 def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -197,20 +227,19 @@ def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], di
     return mw.gather(engine.model, "grad"), mw.gather(fine.model, "grad")
 
 
-@pytest.mark.parametrize("old_torch", [False, True], ids=["torch 2.13", "before"])
-@pytest.mark.parametrize("mesh", parts.every(2, [dict(), dict(replicate=2), dict(fsdp=2)]), ids=trials.named)
-def test_a_step_that_failed_half_way_leaves_nothing(
-    source: Path, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, old_torch: bool
-) -> None:
-    if old_torch:
-        monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
-    result, expected = worlds.run(trials.world_of(mesh), recovered, source, mesh)[0]
+RECOVERED: list[dict[str, int]] = [dict(fsdp=2), *([dict(), dict(replicate=2)] if parts.ALL else [])]
+
+
+@pytest.mark.parametrize("function", [recovered, recovered_in_old_torch])
+@pytest.mark.parametrize("mesh", RECOVERED, ids=trials.named)
+def test_a_step_that_failed_half_way_leaves_nothing(ran: Ran, mesh: dict[str, int], function: Any) -> None:
+    result, expected = ran(function, mesh)[0]
     for name, grad in expected.items():
         assert (result[name] - grad).norm() <= 1e-12 * grad.norm(), name
 
 
-def values_of_last_tokens(source: Path) -> tuple[float, float]:
-    engine = build(source, {}, head="value", loss=mw.losses.squared_error)
+def values_of_last_tokens(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
+    engine = build(source, mesh, head="value", loss=mw.losses.squared_error)
     weigh = [[0.0, 0.0, 1.0], [0.0, 2.0]]
     batch = lambda last: mw.pack(  # noqa: E731 - two batches that differ in one number
         [[1, 2, 3], [4, 5]],
@@ -265,46 +294,52 @@ def test_norms_are_no_numbers_where_a_step_raises(reduced: list[float], norms: l
     assert result.tolist() == norms if applied else bool(result.isnan().all())
 
 
-def test_a_value_head_trains_the_last_token(source: Path) -> None:
-    result, expected = worlds.run(1, values_of_last_tokens, source)[0]
+def test_a_value_head_trains_the_last_token(ran: Ran) -> None:
+    result, expected = ran(values_of_last_tokens, {})[0]
     assert result == pytest.approx(expected, rel=1e-12)
 
 
-def divided_by_length(source: Path, length: int | None) -> tuple[float, float]:
-    loss = lambda scores, fields: -scores["logprobs"] / fields["length"]  # noqa: E731
-    engine = build(source, {}, loss=loss)
-    batch = mw.pack([[1, 2, 3], [4, 5]], length=length, fields={"length": [[3.0] * 3, [2.0] * 2]})
-    return engine.backward([batch]), engine.update()
+def divided_by_length(source: Path, mesh: dict[str, int]) -> list[tuple[float, float]]:
+    loss, made = lambda scores, fields: -scores["logprobs"] / fields["length"], []
+    for length in (9, None):
+        engine = build(source, mesh, loss=loss)
+        batch = mw.pack([[1, 2, 3], [4, 5]], length=length, fields={"length": [[3.0] * 3, [2.0] * 2]})
+        made.append((engine.backward([batch]), engine.update()))
+    return made
 
 
-def test_a_field_may_be_a_divisor_with_filler(source: Path) -> None:
-    assert worlds.run(1, divided_by_length, source, 9)[0] == pytest.approx(
-        worlds.run(1, divided_by_length, source, None)[0]
-    )
+def test_a_field_may_be_a_divisor_with_filler(ran: Ran) -> None:
+    filled, full = ran(divided_by_length, {})[0]
+    assert filled == pytest.approx(full)
 
 
-def only_the_head(source: Path) -> list[str]:
-    engine = build(source, dict(fsdp=2), head="value", train="head.weight", loss=mw.losses.squared_error)
+def only_the_head(source: Path, mesh: dict[str, int]) -> list[str]:
+    engine = build(source, mesh, head="value", train="head.weight", loss=mw.losses.squared_error)
     engine.step(feed(engine, target=True))
     return engine.model.trainable
 
 
-def test_a_rank_that_stores_nothing_of_what_is_trained(source: Path) -> None:
-    assert worlds.run(2, only_the_head, source) == [["head.weight"]] * 2
+def test_a_rank_that_stores_nothing_of_what_is_trained(ran: Ran) -> None:
+    assert ran(only_the_head, FSDP) == [["head.weight"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "pattern"),
-    [
-        (dict(head="reward"), words("ConfigError", "head='reward'", "lm, value, none")),
-        (dict(train="layer.*"), words("ConfigError", r"train='layer\.\*'", r"embed\.weight")),
-        (dict(dtype=torch.float16), words("ConfigError", r"\bdtype=torch\.float16", r"torch\.bfloat16")),
-    ],
-    ids=["head", "train", "dtype"],
-)
-def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(RankError, match=pattern):
-        worlds.run(1, lambda: mw.load(source, **options))
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "head": (dict(head="reward"), words("ConfigError", "head='reward'", "lm, value, none")),
+    "train": (dict(train="layer.*"), words("ConfigError", r"train='layer\.\*'", r"embed\.weight")),
+    "dtype": (dict(dtype=torch.float16), words("ConfigError", r"\bdtype=torch\.float16", r"torch\.bfloat16")),
+}
+
+
+def badly_loaded(source: Path, mesh: dict[str, int]) -> dict[str, str]:
+    return {
+        name: trials.error_of(lambda options=options: mw.load(source, trials.mesh_of(mesh), **options))
+        for name, (options, _) in BAD_OPTIONS.items()
+    }
+
+
+def test_bad_options_of_load(ran: Ran) -> None:
+    for name, text in ran(badly_loaded, {})[0].items():
+        assert re.search(BAD_OPTIONS[name][1], text), text
 
 
 def test_pack_refuses_what_does_not_fit() -> None:
@@ -362,7 +397,7 @@ def stepped(source: Path, mesh: dict[str, int], halves: bool) -> tuple[list[Any]
     return numbers, _masters(engine)
 
 
-@pytest.mark.parametrize("mesh", parts.every(2, [dict(fsdp=2, ep=2), dict(fsdp=2, tp=2), dict()]), ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(3, [dict(fsdp=2, ep=2), dict(fsdp=2, tp=2), dict()]), ids=trials.named)
 def test_a_step_is_its_two_halves(tmp_path: Path, mesh: dict[str, int]) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
     cases = {halves: functools.partial(stepped, source, mesh, halves) for halves in (False, True)}
@@ -393,28 +428,27 @@ def overflown(source: Path, mesh: dict[str, int]) -> str:
     return str(message.value)
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2)], ids=trials.named)
-def test_a_norm_that_is_no_number_changes_nothing(source: Path, mesh: dict[str, int]) -> None:
-    for message in worlds.run(trials.world_of(mesh), overflown, source, mesh):
+def test_a_norm_that_is_no_number_changes_nothing(ran: Ran) -> None:
+    for message in ran(overflown, FSDP):
         assert message.startswith("the gradient norm of step 0 is ")
         assert message.endswith("; no parameter was changed")
 
 
-def mended_rate(source: Path) -> tuple[float, float]:
-    engine = build(source, {}, max_norm=0.01)
+def mended_rate(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
+    engine = build(source, mesh, max_norm=0.01)
     agreed, engine.lr = engine.lr, -1.0
     with pytest.raises(mw.ConfigError, match=words(r"\blr\b", "step 0", r"-1\b")):
         engine.backward(feed(engine))
     engine.lr = agreed
     engine.backward(feed(engine))
     norm = engine.update()
-    fine = build(source, {}, max_norm=0.01)
+    fine = build(source, mesh, max_norm=0.01)
     fine.backward(feed(fine))
     return norm, fine.update()
 
 
-def test_a_bad_rate_leaves_the_gradients_as_they_were(source: Path) -> None:
-    norm, expected = worlds.run(1, mended_rate, source)[0]
+def test_a_bad_rate_leaves_the_gradients_as_they_were(ran: Ran) -> None:
+    norm, expected = ran(mended_rate, {})[0]
     assert norm == pytest.approx(expected, rel=1e-12)
 
 
@@ -424,21 +458,31 @@ def on_hidden(source: Path, mesh: dict[str, int]) -> tuple[list[float], dict[str
     return losses, mw.gather(engine.model)
 
 
-def test_a_loss_on_hidden_states_is_the_same_on_a_mesh(source: Path) -> None:
-    losses, weights = worlds.run(1, on_hidden, source, {})[0]
-    result = worlds.run(2, on_hidden, source, dict(tp=2))
+def test_a_loss_on_hidden_states_is_the_same_on_a_mesh(ran: Ran) -> None:
+    losses, weights = ran(on_hidden, {})[0]
+    result = ran(on_hidden, TP)
     assert all(of_rank == pytest.approx(losses, rel=1e-12) for of_rank, _ in result)
     for key, tensor in result[0][1].items():  # all of it is handed out by rank 0
         assert torch.allclose(tensor, weights[key], rtol=1e-6, atol=1e-9), key
 
 
-def discarded_first(source: Path) -> float:
-    engine = build(source, dict(fsdp=2))
+def discarded_first(source: Path, mesh: dict[str, int]) -> float:
+    engine = build(source, mesh)
     engine.discard()
     return engine.step(feed(engine)).loss
 
 
-def test_nothing_to_discard(source: Path) -> None:
+def test_nothing_to_discard(ran: Ran) -> None:
     """FSDP cannot be reset before its first forward."""
-    first, second = worlds.run(2, discarded_first, source)
+    first, second = ran(discarded_first, FSDP)
     assert first == second
+
+
+FSDP, TP, BOTH = dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2)
+RUNS: list[tuple[Callable[..., Any], dict[str, int]]] = [
+    *((evaluated_between_steps, mesh) for mesh in EVALUATED), *((inference, mesh) for mesh in [{}, *INFERRED]),
+    *((weighted, mesh) for mesh in [{}, *WEIGHTED]), (scored, {}), (frozen, BOTH), (adam, {}),
+    *((function, mesh) for function in (recovered, recovered_in_old_torch) for mesh in RECOVERED),
+    (values_of_last_tokens, {}), (divided_by_length, {}), (only_the_head, FSDP), (badly_loaded, {}), (overflown, FSDP),
+    (mended_rate, {}), (on_hidden, {}), (on_hidden, TP), (discarded_first, FSDP),
+]  # fmt: skip

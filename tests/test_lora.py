@@ -131,14 +131,20 @@ def test_what_is_written_is_what_was_trained(sources: dict[str, Path], family: s
     files = load_file(tmp_path / "merged" / "model.safetensors")
     assert alone[1].keys() == files.keys()
     assert all(torch.allclose(files[key], tensor, rtol=0, atol=1e-6) for key, tensor in alone[1].items())
-    meshes: list[dict[str, int]] = [dict(tp=4 if parts.ALL else 2), dict(pp=2), dict(fsdp=3)]
-    for mesh in meshes:  # tp=4 is more than the kv heads, fsdp=3 leaves uneven pieces
-        loss_from_files, merged = worlds.run(next(iter(mesh.values())), run, mesh, "path")[0]
+    on_two = {
+        "tp": functools.partial(run, dict(tp=2), "path"), "pp": functools.partial(run, dict(pp=2), "path"),
+        "resume": functools.partial(run, dict(tp=2), "resume"),
+    }  # fmt: skip
+    said = worlds.in_turn(2, on_two)
+    said["fsdp"] = worlds.run(3, run, dict(fsdp=3), "path")  # which leaves uneven pieces
+    if parts.ALL:
+        said["more ranks than kv heads"] = worlds.run(4, run, dict(tp=4), "path")
+    assert said.pop("resume")[0] == pytest.approx(next_loss, abs=1e-6)
+    for mesh, ((loss_from_files, merged), *_) in said.items():
         assert loss_from_files == pytest.approx(alone[0], abs=1e-6)
         assert merged.keys() == alone[1].keys()
         assert all(torch.allclose(merged[key], tensor, rtol=0, atol=1e-6) for key, tensor in alone[1].items()), mesh
     assert alone[0] == pytest.approx(loss, abs=1e-6)
-    assert worlds.run(2, run, dict(tp=2), "resume")[0] == pytest.approx(next_loss, abs=1e-6)
 
 
 def trained_beside_peft(source: Path, at: Path, layout: str, lora: Lora = DRAWN) -> tuple[float, dict[str, Tensor]]:
@@ -267,12 +273,12 @@ def test_experts_of_any_width(tmp_path: Path) -> None:
         assert (narrow[key] - grad).norm() <= 1e-5 * grad.norm(), key
 
 
-def in_8_bits(source: Path, at: Path, mesh: dict[str, int]) -> tuple[float, float]:
+def in_8_bits(source: Path, at: Path, mesh: dict[str, int], resumed: bool) -> tuple[float, float]:
     """Train two steps on a base of FP8 codes, or resume; return the losses before and in the next step."""
     model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float32, lora=DRAWN)
     assert model.numbers
     engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(0)
-    if (at / "checkpoints").exists():
+    if resumed:
         mw.resume(engine, at / "checkpoints")
     else:
         for _ in range(2):
@@ -284,8 +290,10 @@ def in_8_bits(source: Path, at: Path, mesh: dict[str, int]) -> tuple[float, floa
 
 def test_a_base_of_fp8_codes_is_resumed_elsewhere_and_merged(sources: dict[str, Path], tmp_path: Path) -> None:
     source = quantised.directory(sources["qwen3_moe"], tmp_path / "codes", quantised.ours(torch.float32))
-    loss, next_loss = worlds.run(2, in_8_bits, source, tmp_path, dict(tp=2, ep=2))[0]
-    assert worlds.run(2, in_8_bits, source, tmp_path, dict(pp=2))[0] == pytest.approx((loss, next_loss), abs=1e-6)
+    meshes = {"first": dict(tp=2, ep=2), "then": dict(pp=2)}
+    acts = {name: functools.partial(in_8_bits, source, tmp_path, mesh, name == "then") for name, mesh in meshes.items()}
+    (loss, next_loss), then = (ranks[0] for ranks in worlds.in_turn(2, acts).values())
+    assert then == pytest.approx((loss, next_loss), abs=1e-6)
     assert worlds.run(1, used, source, tmp_path, {}, "merged")[0][0] == pytest.approx(loss, abs=1e-6)
 
 

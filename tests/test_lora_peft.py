@@ -26,7 +26,7 @@ LR, ADAMW = (
 )  # eps: Adam would turn rounding of gradients near 0 into whole steps
 CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("qwen3_5_moe", {}, dict(tp=2)),
-    *parts.every(2, [
+    *parts.every(4, [
         ("qwen3", {}, dict(fsdp=3)),
         ("qwen3_moe", dict(mlp_only_layers=[]), dict(fsdp=2, ep=2)),
         ("qwen3_5", {}, dict(pp=2)),

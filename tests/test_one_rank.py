@@ -63,7 +63,7 @@ def goes_on(source: Path, mesh: dict[str, int]) -> tuple[list[str], float, list[
 
 
 @pytest.mark.parametrize(
-    "mesh", [dict(fsdp=2, ep=2), dict(tp=2), *([dict(replicate=2)] if parts.ALL else [])], ids=trials.named
+    "mesh", [dict(fsdp=2, ep=2), *([dict(tp=2), dict(replicate=2)] if parts.ALL else [])], ids=trials.named
 )
 def test_a_loss_that_fails_on_one_rank(source: Path, mesh: dict[str, int]) -> None:
     """The others once waited for the rest of timeout_s, without a reason."""

@@ -45,15 +45,28 @@ def parameters(name: str, kind: str) -> Fields:
     return {**(PARTLY if name.startswith("qwen3_5") else {"rope_theta": 1000.0}), **SCALED[kind]}
 
 
-@pytest.mark.parametrize("name", parts.every(2, FAMILIES))
+# Each kind, and each family; in `make matrix` each with each.
+TRIED = {
+    "qwen3": list(SCALED), "qwen3_moe": ["linear"], "qwen3_5_moe": ["yarn, mscale", "llama3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES if parts.ALL else TRIED)
 def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
-    changes = {kind: {"rope_parameters": parameters(name, kind), **shallow} for kind in SCALED}
-    sources = {kind: tiny.directory(tmp_path / kind, name, **changes[kind]) for kind in SCALED}
-    result = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
-    expected = worlds.in_turn(1, {kind: partial(reference_outputs, name, changes[kind]) for kind in SCALED})
-    for kind in SCALED:
-        agree(result[kind][0], expected[kind][0])
+    kinds = list(SCALED) if parts.ALL else TRIED[name]
+    compare_all(tmp_path, {kind: (name, {"rope_parameters": parameters(name, kind), **shallow}) for kind in kinds})
+
+
+def compare_all(at: Path, cases: dict[str, tuple[str, Fields]]) -> None:
+    """Compare with transformers, in one world."""
+    acts = dict[str, Any]()
+    for case, (name, changes) in cases.items():
+        acts[case] = partial(ours, tiny.directory(at / case, name, **changes))
+        acts[f"{case}, theirs"] = partial(reference_outputs, name, changes)
+    made = {case: ranks[0] for case, ranks in worlds.in_turn(1, acts).items()}
+    for case in cases:
+        agree(made[case], made[f"{case}, theirs"])
 
 
 # Where the files of one time or another state the fields.
@@ -69,13 +82,13 @@ SPELLED: dict[str, tuple[str, Fields]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes"), SPELLED.values(), ids=SPELLED.keys())
-def test_spelled_as_in_files(tmp_path: Path, name: str, changes: Fields) -> None:
-    source = tiny.directory(tmp_path / "m", name, **changes)
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, reference_outputs, name, changes)[0])
+def test_spelled_as_in_files(tmp_path: Path) -> None:
+    compare_all(tmp_path, SPELLED)
 
 
-@pytest.mark.parametrize(("name", "mesh"), parts.every(2, [("qwen3_5", dict(fsdp=2)), ("qwen3", dict(tp=2))]))
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("qwen3", dict(tp=2)), pytest.param("qwen3_5", dict(fsdp=2), marks=parts.IN_MATRIX)]
+)
 def test_every_oracle_on_a_mesh(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
     changes = {"rope_parameters": parameters(name, "yarn")}
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **changes)

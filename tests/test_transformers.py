@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -44,14 +45,20 @@ def reference_outputs(
     return torch.cat(logits).detach(), tiny._per_expert(grads), loss.detach()
 
 
-def ours(source: Path, documents: Documents = DOCUMENTS) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Logits of packed documents, gradients and loss of all that can be trained, tables of n-grams among it."""
+def ours(
+    source: Path, documents: Documents = DOCUMENTS, out: Path | None = None
+) -> tuple[Tensor, dict[str, Tensor], float]:
+    """Logits of packed documents, gradients and loss of all that can be trained, tables of n-grams among it. `out`:
+    where to export what an update makes of it."""
     model = mw.load(source, dtype=torch.float32, train="*")
     batch = mw.pack(documents)
     logits = mw.logits(model, batch)
-    engine = mw.Engine(model, lr=1e-3)
-    loss = engine.backward([batch])
-    return logits, mw.gather(model, "grad"), loss
+    engine = mw.Engine(model, lr=1e-2)
+    loss, grads = engine.backward([batch]), mw.gather(model, "grad")
+    if out:
+        engine.update()
+        mw.export(model, out)
+    return logits, grads, loss
 
 
 def kl(a: Tensor, b: Tensor) -> float:
@@ -78,10 +85,38 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), parts.every(2, FIELDS), ids=str)
-def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+TRIED = {f"{name}-{changes}": (name, changes) for name, changes in parts.every(2, FIELDS)}
+# A row of each family, and tied embeddings.
+EXPORTED = [
+    key
+    for key, (name, changes) in TRIED.items()
+    if parts.ALL or not changes or name in ("qwen2", "qwen3_moe", "qwen3_next") or "layer_types" in changes
+]
+
+
+Ran = dict[str, tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """What we and transformers say of each row; logits of an export of ours, and where it lies."""
+    at = tmp_path_factory.mktemp("families")
+    acts, peers = dict[str, Any](), dict[str, Any]()
+    for number, (key, (name, changes)) in enumerate(TRIED.items()):
+        out = at / f"out-{number}" if key in EXPORTED else None
+        acts[key] = functools.partial(ours, tiny.directory(at / str(number), name, **changes), DOCUMENTS, out)
+        peers[key] = functools.partial(reference_outputs, name, changes)
+    result, expected = worlds.in_turn(1, acts), worlds.in_turn(1, peers)
+    outs = {key: at / f"out-{number}" for number, key in enumerate(TRIED) if key in EXPORTED}
+    again = worlds.in_turn(1, {key: functools.partial(_logits, out, DOCUMENTS[3]) for key, out in outs.items()})
+    return {key: (result[key][0], expected[key][0], again.get(key, [None])[0], outs.get(key)) for key in TRIED}
+
+
+@pytest.mark.parametrize("key", TRIED)
+def test_logits_and_gradients(ran: Ran, key: str) -> None:
     """Each family, and each field of the config that a family reads, away from its default."""
-    compare(tmp_path, name, changes)
+    result, expected, *_ = ran[key]
+    agree(result, expected)
 
 
 def compare(at: Path, name: str, changes: dict[str, Any], documents: Documents = DOCUMENTS) -> None:
@@ -117,47 +152,60 @@ DEFAULT_HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(DEFAULT_HEADS))
-def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
+def test_head_dim_left_out(tmp_path: Path) -> None:
     """The default differs from family to family."""
-    source = tiny.directory(tmp_path / "m", name, **DEFAULT_HEADS[name])
-    config = json.loads((source / "config.json").read_text())
-    del config["head_dim"]
-    (source / "config.json").write_text(json.dumps(config))
-    logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits = worlds.run(1, reference_outputs_of, source)[0]
-    assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
+    acts = dict[str, Any]()
+    for name, changes in DEFAULT_HEADS.items():
+        source = tiny.directory(tmp_path / name, name, **changes)
+        config = json.loads((source / "config.json").read_text())
+        del config["head_dim"]
+        (source / "config.json").write_text(json.dumps(config))
+        acts |= {
+            name: functools.partial(_logits_of_all, source),
+            f"{name}, theirs": lambda source=source: reference_outputs_of(source),
+        }
+    made = {key: ranks[0] for key, ranks in worlds.in_turn(1, acts).items()}
+    for name in DEFAULT_HEADS:
+        expected = made[f"{name}, theirs"]
+        assert (made[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
-@pytest.mark.parametrize("layout", ["per-expert", "fused"])
+def _logits_of_all(source: Path) -> Tensor:
+    return mw.logits(mw.load(source, dtype=torch.float32), mw.pack(DOCUMENTS))
+
+
 @pytest.mark.parametrize("ffn", [40, 20], ids=["F = D", "2F = D"])
-def test_experts_of_equal_sizes(tmp_path: Path, ffn: int, layout: str) -> None:
+def test_experts_of_equal_sizes(tmp_path: Path, ffn: int) -> None:
     """No shape distinguishes `[2F, D]` from its transpose, or from `down_proj`."""
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
-    source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
-    logits, grads, _ = worlds.run(1, ours, source)[0]
-    ref_logits, ref_grads, _ = worlds.run(1, reference_outputs, "qwen3_moe", changes)[0]
-    assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
-    for key, grad in tiny._per_expert(grads).items():
-        assert (grad - ref_grads[key]).norm() <= 1e-4 * ref_grads[key].norm() + 1e-7, key
+    acts: dict[str, Any] = {"theirs": functools.partial(reference_outputs, "qwen3_moe", changes)}
+    for layout in ("per-expert", "fused"):
+        acts[layout] = functools.partial(ours, tiny.directory(tmp_path / layout, "qwen3_moe", layout=layout, **changes))
+    [(ref_logits, ref_grads, _)], *made = worlds.in_turn(1, acts).values()
+    for [(logits, grads, _)] in made:
+        assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
+        for key, grad in tiny._per_expert(grads).items():
+            assert (grad - ref_grads[key]).norm() <= 1e-4 * ref_grads[key].norm() + 1e-7, key
 
 
 def fresh(config: Path) -> dict[str, Tensor]:
     return mw.gather(mw.init(config, mw.Mesh(device="cpu"), dtype=torch.float32))
 
 
-@pytest.mark.parametrize("name", list(tiny.ODD))
-def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path, name: str) -> None:
+def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path) -> None:
     """Zero-centred ones at 0, all others at 1; what begins elsewhere learns something else."""
-    source = tiny.directory(tmp_path / "m", name)
-    expected = {k: v for k, v in tiny.fresh(name).state_dict().items() if k.endswith("norm.weight")}
-    result = worlds.run(1, fresh, source)[0]
-    assert {k for k in result if k.endswith("norm.weight")} == set(expected)
-    for key, value in expected.items():
-        assert torch.equal(result[key].float(), value), key
+    for name in tiny.ODD:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(tiny.of(name)))
+    made = worlds.in_turn(1, {name: functools.partial(fresh, tmp_path / name) for name in tiny.ODD})
+    for name, (result,) in made.items():
+        expected = {k: v for k, v in tiny.fresh(name).state_dict().items() if k.endswith("norm.weight")}
+        assert {k for k in result if k.endswith("norm.weight")} == set(expected), name
+        for key, value in expected.items():
+            assert torch.equal(result[key].float(), value), (name, key)
 
 
-def test_permuted_segments_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permuted_segments_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     """A declaration that takes [Q | K | V] for [K | Q | V] loads, trains and exports without a complaint; only another
     implementation can tell."""
     real: Callable[..., Any] = segments
@@ -171,29 +219,18 @@ def test_permuted_segments_are_caught(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(qwen3_5, "segments", swapped)
     source = tiny.directory(tmp_path / "m", "qwen3_5")
-    logits, _, _ = worlds.run(1, ours, source)[0]
-    ref_logits, _, _ = worlds.run(1, reference_outputs, "qwen3_5")[0]
-    assert (logits - ref_logits).abs().max() > 1e-2
+    assert (worlds.run(1, _logits_of_all, source)[0] - ran["qwen3_5-{}"][1][0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", list(tiny.ODD))
-def test_transformers_loads_the_export(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("key", EXPORTED)
+def test_transformers_loads_the_export(ran: Ran, key: str) -> None:
     import transformers
 
-    source = tiny.directory(tmp_path / "m", name)
-    worlds.run(1, _train_and_export, source, tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    ids = torch.tensor([DOCUMENTS[3]])
+    _, _, result, at = ran[key]
+    model = transformers.AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
     with torch.no_grad():
-        expected = model(ids).logits[0]
-    result = worlds.run(1, _logits, tmp_path / "out", DOCUMENTS[3])[0]
+        expected = model(torch.tensor([DOCUMENTS[3]])).logits[0]
     assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def _train_and_export(source: Path, out: Path) -> None:
-    model = mw.load(source, dtype=torch.float32)
-    mw.Engine(model, lr=1e-2).step([mw.pack(DOCUMENTS)])
-    mw.export(model, out)
 
 
 def _logits(source: Path, document: list[int]) -> Tensor:

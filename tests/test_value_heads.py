@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import warnings
@@ -66,17 +67,30 @@ def warned(at: Path) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("num", [1, 3])
-def test_nothing_to_warn_of(tmp_path: Path, num: int) -> None:
+def test_nothing_to_warn_of(tmp_path: Path) -> None:
     """FSDP does of views that leave a module."""
-    assert worlds.run(2, warned, tiny.classifier(tmp_path / "m", "qwen3", "Token", num_labels=num)) == [[], []]
+    acts = {
+        num: functools.partial(warned, tiny.classifier(tmp_path / str(num), "qwen3", "Token", num_labels=num))
+        for num in (1, 3)
+    }
+    assert worlds.in_turn(2, acts) == {num: [[], []] for num in acts}
 
 
-@pytest.mark.parametrize(("name", "kind", "changes"), CLASSIFIERS, ids=str)
-def test_as_transformers(tmp_path: Path, name: str, kind: str, changes: dict[str, Any]) -> None:
-    source = tiny.classifier(tmp_path / "m", name, kind, **changes)
-    values, grads = worlds.run(1, ours, source, kind, changes["num_labels"])[0]
-    ref_values, ref_grads = worlds.run(1, reference_outputs, name, kind, changes)[0]
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """Return logits and gradients of each classifier, ours and those of transformers, from one world."""
+    acts, at = dict[str, Any](), tmp_path_factory.mktemp("as")
+    for number, (name, kind, changes) in enumerate(CLASSIFIERS):
+        source = tiny.classifier(at / str(number), name, kind, **changes)
+        acts[f"{name} {kind}"] = functools.partial(ours, source, kind, changes["num_labels"])
+        acts[f"{name} {kind}, theirs"] = functools.partial(reference_outputs, name, kind, changes)
+    made = {key: ranks[0] for key, ranks in worlds.in_turn(1, acts).items()}
+    return {key: (made[key], made[f"{key}, theirs"]) for key in made if "theirs" not in key}
+
+
+@pytest.mark.parametrize("key", [f"{name} {kind}" for name, kind, _ in CLASSIFIERS])
+def test_as_transformers(ran: dict[str, tuple[Any, Any]], key: str) -> None:
+    (values, grads), (ref_values, ref_grads) = ran[key]
     assert values.shape == ref_values.shape
     assert (values - ref_values).abs().max() <= 1e-5 * ref_values.abs().max()
     assert set(grads) == set(ref_grads)
@@ -108,7 +122,7 @@ def test_on_meshes(source: Callable[[str], Path], name: str, mesh: dict[str, int
 
 
 def export(at: Path, mesh: dict[str, int], out: Path, head: str) -> list[int]:
-    model = mw.load(at, mw.Mesh(**mesh), head=head)
+    model = mw.load(at, trials.mesh_of(mesh), head=head)
     mw.export(model, out)
     return list(mw.logits(model, tiny.batches(0)[0]).shape) if head == "value" else []
 
@@ -117,12 +131,12 @@ def bytes_of(at: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in at.iterdir()}
 
 
-@pytest.mark.parametrize("head", ["value", "none"])
-@pytest.mark.parametrize("mesh", [dict(), TWO], ids=trials.named)
-def test_export_is_the_source(tmp_path: Path, source: Callable[[str], Path], mesh: dict[str, int], head: str) -> None:
-    shapes = worlds.run(trials.world_of(mesh), export, source("qwen3"), mesh, tmp_path / "out", head)
-    assert shapes == [[tiny.LENGTH, 3] if head == "value" else []] * len(shapes)
-    assert bytes_of(tmp_path / "out") == bytes_of(source("qwen3"))
+@pytest.mark.parametrize("mesh", [TWO, *([dict()] if parts.ALL else [])], ids=trials.named)
+def test_export_is_the_source(tmp_path: Path, source: Callable[[str], Path], mesh: dict[str, int]) -> None:
+    acts = {head: functools.partial(export, source("qwen3"), mesh, tmp_path / head, head) for head in ("value", "none")}
+    for head, shapes in worlds.in_turn(trials.world_of(mesh), acts).items():
+        assert shapes == [[tiny.LENGTH, 3] if head == "value" else []] * len(shapes)
+        assert bytes_of(tmp_path / head) == bytes_of(source("qwen3"))
 
 
 VISION = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=36, patch_size=4)
@@ -137,7 +151,7 @@ def test_labels_of_a_classifier_with_a_tower_stand_at_the_top(tmp_path: Path) ->
 
 
 def train_and_export(at: Path, mesh: dict[str, int], out: Path) -> Tensor:
-    model = mw.load(at, mw.Mesh(**mesh), head="value", dtype=torch.float32)
+    model = mw.load(at, trials.mesh_of(mesh), head="value", dtype=torch.float32)
     loss = lambda s, f: s["values"].square().sum(1)  # noqa: E731
     mw.Engine(model, lr=1e-2, loss=loss).step([mw.pack(DOCUMENTS, length=58)])
     mw.export(model, out)
@@ -145,7 +159,7 @@ def train_and_export(at: Path, mesh: dict[str, int], out: Path) -> Tensor:
 
 
 def test_transformers_loads_what_was_trained(tmp_path: Path, source: Callable[[str], Path]) -> None:
-    values = worlds.run(4, train_and_export, source("qwen3"), TWO, tmp_path / "out")[0]
+    values = worlds.run(2, train_and_export, source("qwen3"), dict(tp=2), tmp_path / "out")[0]
     load = transformers.AutoModelForTokenClassification.from_pretrained
     model, info = load(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert type(model) is transformers.Qwen3ForTokenClassification
@@ -172,20 +186,28 @@ def fresh(at: Path, out: Path) -> tuple[list[int], dict[str, Tensor]]:
     return export(at, {}, out, "value"), load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize(("fields", "num"), [({}, 1), (dict(id2label=SPEECH), 3), (dict(num_labels=2), 2)], ids=str)
-def test_a_new_head(tmp_path: Path, fields: dict[str, Any], num: int) -> None:
+NEW: list[tuple[dict[str, Any], int]] = [({}, 1), (dict(id2label=SPEECH), 3), (dict(num_labels=2), 2)]
+
+
+def test_a_new_head(tmp_path: Path) -> None:
     """A critic's one label, unless config.json says otherwise; it can be loaded again."""
-    at = changed(tiny.directory(tmp_path / "m", "qwen3"), fields)
-    shape, tensors = worlds.run(1, fresh, at, tmp_path / "out")[0]
-    assert shape == ([tiny.LENGTH] if num == 1 else [tiny.LENGTH, num])
-    assert {k: list(t.shape) for k, t in tensors.items() if "score" in k} == {"score.weight": [num, 36]}
-    assert worlds.run(2, export, tmp_path / "out", dict(fsdp=2), tmp_path / "again", "value")[0] == shape
-    assert bytes_of(tmp_path / "again") == bytes_of(tmp_path / "out")
-    load = transformers.AutoModelForSequenceClassification.from_pretrained
-    model, info = load(tmp_path / "out", output_loading_info=True)
-    assert model.num_labels == num
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
+    first, again = dict[int, Any](), dict[int, Any]()
+    for fields, num in NEW:
+        at = tmp_path / str(num)
+        base = changed(tiny.directory(at / "m", "qwen3"), fields)
+        first[num] = functools.partial(fresh, base, at / "out")
+        again[num] = functools.partial(export, at / "out", dict(fsdp=2), at / "again", "value")
+    made, reloaded = worlds.in_turn(1, first), worlds.in_turn(2, again)
+    for num, [(shape, tensors)] in made.items():
+        assert shape == ([tiny.LENGTH] if num == 1 else [tiny.LENGTH, num])
+        assert {k: list(t.shape) for k, t in tensors.items() if "score" in k} == {"score.weight": [num, 36]}
+        assert reloaded[num][0] == shape
+        assert bytes_of(tmp_path / str(num) / "again") == bytes_of(tmp_path / str(num) / "out")
+        load = transformers.AutoModelForSequenceClassification.from_pretrained
+        model, info = load(tmp_path / str(num) / "out", output_loading_info=True)
+        assert model.num_labels == num
+        assert not info["missing_keys"]
+        assert not info["mismatched_keys"]
 
 
 def test_a_critic_with_a_bias_and_the_config_of_its_language_model(tmp_path: Path) -> None:
@@ -255,14 +277,14 @@ def mistaken(at: Path, loss: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("loss", "pattern"),
-    [
-        (mw.losses.squared_error, words("squared_error", r"\b3\b", "Engine", r"\bloss\b")),
-        (lambda scores, _: scores["values"], words(r"\bloss\b", rf"\({tiny.LENGTH}, 3\).*\({tiny.LENGTH},\)")),
-    ],
-    ids=["squared_error", "a term a label"],
-)
-def test_losses_of_several_labels(source: Callable[[str], Path], loss: Any, pattern: str) -> None:
-    [text] = worlds.run(1, mistaken, source("qwen3"), loss)
-    assert re.search(pattern, text), text
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "squared_error": (mw.losses.squared_error, words("squared_error", r"\b3\b", "Engine", r"\bloss\b")),
+    "a term a label": (lambda scores, _: scores["values"],
+        words(r"\bloss\b", rf"\({tiny.LENGTH}, 3\).*\({tiny.LENGTH},\)")),
+}  # fmt: skip
+
+
+def test_losses_of_several_labels(source: Callable[[str], Path]) -> None:
+    acts = {name: functools.partial(mistaken, source("qwen3"), loss) for name, (loss, _) in MISTAKES.items()}
+    for name, [text] in worlds.in_turn(1, acts).items():
+        assert re.search(MISTAKES[name][1], text), text
