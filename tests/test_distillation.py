@@ -44,8 +44,8 @@ CUSTOM = "a loss of documents"
 
 
 def tried(mesh: dict[str, int]) -> list[str]:
-    """Return all cases under tp, where the slices of the vocabulary matter, and every second one on other axes."""
-    return list(CASES) if "tp" in mesh else parts.every(2, CASES, 1 + ("pp" in mesh))
+    """Return all cases under tp, where the slices of the vocabulary matter, and every third one on other axes."""
+    return list(CASES) if "tp" in mesh else parts.every(3, CASES, 2 if "fsdp" in mesh else "cp" in mesh)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,11 @@ DOCUMENTS = [[5, 6, 7, 1, 2], [3] * 7 + [100, 130], list(range(40, 70)), [8, 8]]
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("lora")
-    return {name: tiny.directory(at / name, name) for name in tiny.ODD}
+    few = {
+        "qwen3_moe": dict(mlp_only_layers=[1]),
+        "qwen3_5_moe": dict(layer_types=["linear_attention", "full_attention"]),
+    }
+    return {name: tiny.directory(at / name, name, num_hidden_layers=2, **few.get(name, {})) for name in ("qwen3", *few)}
 
 
 @pytest.mark.parametrize(("plain", "full"), [([], ()), (["model.layers.0.mlp.gate_proj"], ("gate_proj",))])
