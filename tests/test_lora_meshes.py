@@ -189,9 +189,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
 
     @functools.cache
     def made(family: str, base: str, deep: bool) -> Path:
-        changes: dict[str, Any] = {"num_hidden_layers": 4} if deep else {}
-        if deep and "3_5" in family:
-            changes["layer_types"] = ["linear_attention", "full_attention"] * 2
+        changes: dict[str, Any] = {"num_hidden_layers": 4 if deep else 2} if deep or not parts.ALL else {}
+        if changes and "3_5" in family:
+            changes["layer_types"] = ["linear_attention", "full_attention"] * (2 if deep else 1)
         return BASES[base](at / f"{family}-{base}-{deep}", family, **changes)
 
     return lambda case: made(case.family, case.base, case.deep)
