@@ -73,14 +73,13 @@ def outputs_of(model: mw.Model, out: Path) -> dict[str, Any]:
     """All that a run says, and what it writes."""
     batches = tiny.batches(model.mesh.data_rank)
     engine = mw.Engine(model, lr=1e-2)
-    message = {"logits": mw.logits(model, batches[0])}
-    loss, message["grad"] = engine.backward(batches), mw.gather(model, "grad")
+    loss, message = engine.backward(batches), {"grad": mw.gather(model, "grad")}
     billed, held = stored_bytes(engine), {s.what: 0 for s in model.need().stored()}
     norm = engine.update()
     for each in model.need().stored(model.mesh.rank):
         held[each.what] += each.num_bytes
     assert {**billed, "moments": engine.optimizer.num_bytes} == {what: held[what] for what in (*billed, "moments")}
-    message |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
+    message |= {"step": (loss, norm), "after": mw.logits(model, batches[1]), "weight": mw.gather(model)}
     assert mw.check_weights(model, [n for n in model.pieces if n not in model.trainable]).ok
     mw.export(model, out)
     return message

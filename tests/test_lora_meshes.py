@@ -116,7 +116,6 @@ QUICK = [
     Case("qwen3", "pp=2", name="the last stage", lora=LAST),
     Case("qwen3_tied", "replicate=2", "full"),
     Case("qwen3", "fsdp=3", base="nf4"),
-    Case("qwen3_moe", "fsdp=2,ep=2", "full", "NVFP4 files"),
 ]
 MORE = [
     Case("qwen3_5_moe", "fsdp=2,ep=2", "none", "bfloat16"), Case("qwen3_5", "tp=2", "selective", "nvfp4"),

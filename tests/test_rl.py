@@ -33,7 +33,7 @@ TRIED = [
     for number, mesh in enumerate(ALL_MESHES if parts.ALL else MESHES)
     for loss in (parts.every(3, LOSSES, number) if number else LOSSES)
 ]
-TRIED += [] if parts.ALL else [(BOTH, loss) for loss in parts.every(5, LOSSES)]
+TRIED += [] if parts.ALL else [(BOTH, loss) for loss in parts.every(6, LOSSES)]
 FAMILIES = ("qwen3_moe", "qwen3_5") if parts.ALL else ("qwen3_moe",)
 STEPPED = (
     LOSSES if parts.ALL else ("ppo", "critic", "pairwise")
