@@ -205,7 +205,7 @@ def test_three_steps_are_those_of_torch(ran: Ran) -> None:
 
 
 def recovered_in_old_torch(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:  # torch before 2.13
         patch.delattr(FSDPModule, "reset_iter_state", raising=False)
         return recovered(source, mesh)
 

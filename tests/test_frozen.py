@@ -49,23 +49,16 @@ class Case:
 
 ONE: dict[str, int] = {}
 FSDP, TP, EXPERTS, REPLICAS = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(replicate=2)
-CASES = parts.every(
-    6,
-    [
-        *(
-            Case(name, ONE, dtype)
-            for name, dtype in (("qwen3_5", F32), ("qwen3_moe", F64), ("qwen2", F32), ("qwen3", BF16))
-        ),
-        *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
-        *(Case("qwen3_tied", mesh, dtype) for mesh, dtype in ((REPLICAS, F32), (TP, F64), (FSDP, BF16))),
-        *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
-        *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
-        *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
-        *(Case("many rows", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
-        *(Case("qwen3_5", mesh, memory=mw.MemoryOptions(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
-    ],
-    2,
-)
+CASES = parts.every(6, [
+    Case("qwen3_5", ONE, F32), Case("qwen3_moe", ONE, F64), Case("qwen2", ONE, F32), Case("qwen3", ONE, BF16),
+    *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
+    *(Case("qwen3_tied", mesh, dtype) for mesh, dtype in ((REPLICAS, F32), (TP, F64), (FSDP, BF16))),
+    *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
+    *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
+    *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
+    *(Case("many rows", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
+    *(Case("qwen3_5", mesh, memory=mw.MemoryOptions(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+], 2)  # fmt: skip
 CASES.append(Case("qwen3_moe", EXPERTS, memory=mw.MemoryOptions(recompute="selective", reshard=False)))
 
 

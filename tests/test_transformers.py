@@ -83,17 +83,10 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", dict(linear_num_value_heads=4, linear_conv_kernel_dim=3, rms_norm_eps=1e-2)),
     ("qwen3_next", dict(tie_word_embeddings=True, full_attention_interval=2, layer_types=None)),
 ]
-
-
 TRIED = {f"{name}-{changes}": (name, changes) for name, changes in parts.every(2, FIELDS)}
 # A row of each family, and tied embeddings.
-EXPORTED = [
-    key
-    for key, (name, changes) in TRIED.items()
-    if parts.ALL or not changes or name in ("qwen2", "qwen3_moe", "qwen3_next") or "layer_types" in changes
-]
-
-
+EXPORTED = [key for key, (name, changes) in TRIED.items() if parts.ALL or not changes or "layer_types" in changes
+            or name in ("qwen2", "qwen3_moe", "qwen3_next")]  # fmt: skip
 Ran = dict[str, tuple[Any, ...]]
 
 
