@@ -143,12 +143,12 @@ def worst(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_by_hand(sources: dict[str, Path], family: str, mesh: dict[str, int], loss: str) -> None:
     value, metrics, grads = _expected(sources[family], loss)
-    for rank, (actual, found, found_grads) in enumerate(_run(sources[family], mesh, loss)):
+    for rank, (actual, actual_metrics, actual_grads) in enumerate(_run(sources[family], mesh, loss)):
         assert actual == pytest.approx([value] * len(actual), rel=1e-9)
-        for each in found:
+        for each in actual_metrics:
             assert {key: each[key] for key in metrics} == pytest.approx(metrics, rel=1e-9)
         if not rank:
-            assert worst(found_grads, grads) < 1e-9
+            assert worst(actual_grads, grads) < 1e-9
 
 
 def _mixing(scores: Any, fields: Any, docs: Any) -> Tensor:

@@ -62,10 +62,10 @@ def compare_all(at: Path, cases: dict[str, tuple[str, Fields]]) -> None:
     acts = dict[str, Any]()
     for case, (name, changes) in cases.items():
         acts[case] = partial(ours, tiny.directory(at / case, name, **changes))
-        acts[f"{case}, theirs"] = partial(reference_outputs, name, changes)
+        acts[f"{case}, transformers"] = partial(reference_outputs, name, changes)
     made = {case: ranks[0] for case, ranks in worlds.in_turn(1, acts).items()}
     for case in cases:
-        agree(made[case], made[f"{case}, theirs"])
+        agree(made[case], made[f"{case}, transformers"])
 
 
 # Where the files of one time or another state the fields.

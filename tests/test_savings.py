@@ -198,16 +198,16 @@ def ties(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 
 @pytest.fixture(scope="module")
-def found(ties: Trial) -> dict[Any, list[Finding]]:
+def findings(ties: Trial) -> dict[Any, list[Finding]]:
     return trials.findings_in_turn(dict.fromkeys((routes_unsteadily, counts_twice), ties), changed)
 
 
-def test_n1_detects_loads_counted_twice(found: dict[Any, list[Finding]]) -> None:
-    assert any("N1 load of experts" in str(f) for f in found[counts_twice])
+def test_n1_detects_loads_counted_twice(findings: dict[Any, list[Finding]]) -> None:
+    assert any("N1 load of experts" in str(f) for f in findings[counts_twice])
 
 
-def test_a_token_is_routed_once(found: dict[Any, list[Finding]]) -> None:
-    assert found[routes_unsteadily] == []
+def test_a_token_is_routed_once(findings: dict[Any, list[Finding]]) -> None:
+    assert findings[routes_unsteadily] == []
 
 
 @parts.IN_MATRIX

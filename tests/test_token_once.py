@@ -86,7 +86,7 @@ def frozen(source: Source, once: bool | int, trained: str) -> Trial:
 
 
 @pytest.fixture(scope="module")
-def found(source: Source) -> Callable[[str], list[Finding]]:
+def findings_of(source: Source) -> Callable[[str], list[Finding]]:
     """Run all trials of a mesh in one world, and those with planted bugs."""
     several = {str(case): compared(source, *case) for case in (CASES if parts.ALL else CASES[:1])}
     several |= {str(pair): routed(source, *pair) for pair in parts.every(3, PAIRS, 1)}
@@ -100,19 +100,19 @@ def found(source: Source) -> Callable[[str], list[Finding]]:
 
 
 @pytest.mark.parametrize("case", CASES if parts.ALL else CASES[:1], ids=str)
-def test_results_equal_one_process(found: Callable[[str], list[Finding]], case: Any) -> None:
-    assert found(str(case)) == []
+def test_results_equal_one_process(findings_of: Callable[[str], list[Finding]], case: Any) -> None:
+    assert findings_of(str(case)) == []
 
 
 @pytest.mark.parametrize("pair", parts.every(3, PAIRS, 1), ids=str)
-def test_any_number_of_experts(found: Callable[[str], list[Finding]], pair: tuple[str, bool | int]) -> None:
-    assert found(str(pair)) == []
+def test_any_number_of_experts(findings_of: Callable[[str], list[Finding]], pair: tuple[str, bool | int]) -> None:
+    assert findings_of(str(pair)) == []
 
 
 @pytest.mark.parametrize("case", FROZEN, ids=str)
-def test_frozen_layers_have_no_backward(found: Callable[[str], list[Finding]], case: Any) -> None:
+def test_frozen_layers_have_no_backward(findings_of: Callable[[str], list[Finding]], case: Any) -> None:
     """Neither gradients nor collectives of backward exist for frozen layers."""
-    assert found(str(case)) == []
+    assert findings_of(str(case)) == []
 
 
 def rows_sent(directory: Path, token_once: bool | int, skewed: bool) -> tuple[Any, ...]:
@@ -294,6 +294,6 @@ def planted(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bug", [bug for bugs in PLANTED.values() for bug in bugs])
-def test_oracles_detect_planted_bugs(found: Callable[[str], list[Finding]], bug: str) -> None:
+def test_oracles_detect_planted_bugs(findings_of: Callable[[str], list[Finding]], bug: str) -> None:
     """The mesh has two ranks, or two nodes of two."""
-    assert found(bug)
+    assert findings_of(bug)

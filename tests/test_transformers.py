@@ -92,7 +92,7 @@ Ran = dict[str, tuple[Any, ...]]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """What we and transformers say of each row; logits of an export of ours, and where it lies."""
+    """Run each row with our code and with transformers; add the logits of an export of ours, and its place."""
     at = tmp_path_factory.mktemp("families")
     acts, peers = dict[str, Any](), dict[str, Any]()
     for number, (key, (name, changes)) in enumerate(TRIED.items()):
@@ -155,11 +155,11 @@ def test_head_dim_left_out(tmp_path: Path) -> None:
         (source / "config.json").write_text(json.dumps(config))
         acts |= {
             name: functools.partial(_logits_of_all, source),
-            f"{name}, theirs": lambda source=source: reference_outputs_of(source),
+            f"{name}, transformers": lambda source=source: reference_outputs_of(source),
         }
     made = {key: ranks[0] for key, ranks in worlds.in_turn(1, acts).items()}
     for name in DEFAULT_HEADS:
-        expected = made[f"{name}, theirs"]
+        expected = made[f"{name}, transformers"]
         assert (made[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
@@ -171,7 +171,7 @@ def _logits_of_all(source: Path) -> Tensor:
 def test_experts_of_equal_sizes(tmp_path: Path, ffn: int) -> None:
     """No shape distinguishes `[2F, D]` from its transpose, or from `down_proj`."""
     changes = dict(hidden_size=40, moe_intermediate_size=ffn)
-    acts: dict[str, Any] = {"theirs": functools.partial(reference_outputs, "qwen3_moe", changes)}
+    acts: dict[str, Any] = {"transformers": functools.partial(reference_outputs, "qwen3_moe", changes)}
     for layout in ("per-expert", "fused"):
         acts[layout] = functools.partial(ours, tiny.directory(tmp_path / layout, "qwen3_moe", layout=layout, **changes))
     [(ref_logits, ref_grads, _)], *made = worlds.in_turn(1, acts).values()

@@ -83,9 +83,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     for number, (name, kind, changes) in enumerate(CLASSIFIERS):
         source = tiny.classifier(at / str(number), name, kind, **changes)
         acts[f"{name} {kind}"] = functools.partial(ours, source, kind, changes["num_labels"])
-        acts[f"{name} {kind}, theirs"] = functools.partial(reference_outputs, name, kind, changes)
+        acts[f"{name} {kind}, transformers"] = functools.partial(reference_outputs, name, kind, changes)
     made = {key: ranks[0] for key, ranks in worlds.in_turn(1, acts).items()}
-    return {key: (made[key], made[f"{key}, theirs"]) for key in made if "theirs" not in key}
+    return {key: (made[key], made[f"{key}, transformers"]) for key in made if "transformers" not in key}
 
 
 @pytest.mark.parametrize("key", [f"{name} {kind}" for name, kind, _ in CLASSIFIERS])

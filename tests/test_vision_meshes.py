@@ -85,7 +85,7 @@ Sources = Callable[[str, dict[str, int]], Path]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Three layers, or four for two stages: the first two of either add the tower's deepstack features."""
+    """Three layers, or four for two stages and for qwen4_exp: the first two of either add deepstack features."""
     at = tmp_path_factory.mktemp("seeing")
 
     @functools.cache
@@ -94,7 +94,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Sources:
         changes = {"layer_types": kinds} if name.startswith("qwen3_5") else {}
         return seeing.directory(at / f"{name}-{num_layers}", name, num_hidden_layers=num_layers, **changes)
 
-    return lambda name, mesh: make(name, 4 if "pp" in mesh else 3)
+    return lambda name, mesh: make(name, 4 if "pp" in mesh or name == "qwen4_exp" else 3)
 
 
 def batches(images: str, data_rank: int) -> list[mw.Batch]:
