@@ -28,12 +28,9 @@ def _shape_of_copy(self: ShardingPropagator, schema: Any) -> Any:
     A load allocates each parameter and FSDP detaches it, both once. torch then runs the op on fake tensors for 1 ms, in
     every rank of every test.
     """
-    is_copy = schema.op in (torch.ops.aten.detach.default, torch.ops.aten.empty_like.default)
-    return (
-        schema.args_schema[0].tensor_meta
-        if is_copy and {*schema.kwargs_schema} <= {"device"}
-        else _propagate(self, schema)
-    )
+    ops = torch.ops.aten.detach.default, torch.ops.aten.empty_like.default
+    is_copy = schema.op in ops and {*schema.kwargs_schema} <= {"device"}
+    return schema.args_schema[0].tensor_meta if is_copy else _propagate(self, schema)
 
 
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached

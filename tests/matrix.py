@@ -6,7 +6,8 @@
     python -m tests.matrix --fp8 --only none reshard untied       # products in 8 bits, of models in whole blocks
     python -m tests.matrix --ranks 8 --after 1200   # continue a run that stopped after "1200 of 1680 runs"
 
-A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3. After each, every
+A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3; in `make test` on more
+than 2 ranks only the second of these steps. After each, every
 gradient, the norm, the loss, the load of the experts, replicas and the bill (collectives and bytes) are compared with
 one process, in float64. `tests/test_matrix.py` takes a few runs in which every two options meet in all of their values.
 """

@@ -76,9 +76,7 @@ def scaled(numbers: Tensor, result: Mapping[str, Tensor], key: str) -> Tensor:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     at = tmp_path_factory.mktemp("4bit")
-    few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    changes = lambda family: {k: few[k] for k in few.keys() & tiny.ODD[family].keys() if not parts.ALL}  # noqa: E731
-    plain = functools.cache(lambda family: tiny.directory(at / family, family, **SIZES, **changes(family)))
+    plain = functools.cache(lambda family: tiny.directory(at / family, family, **SIZES, **tiny.two_layers(family)))
     return functools.cache(lambda family, form: in_groups(plain(family), at / f"{family}, {form}", form))
 
 

@@ -30,7 +30,6 @@ DELTA = dict(
     linear_num_key_heads=12, linear_num_value_heads=24,
     layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 )  # fmt: skip
-TWO_LAYERS: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**SIZES, **DENSE, "hidden_size": 72},
     "qwen3": {**SIZES, **DENSE},
@@ -201,10 +200,8 @@ def same(a: Any, b: Any) -> bool:
 def test_resumed_training_equals_uninterrupted(tmp_path: Path, number: int, mesh: dict[str, int]) -> None:
     fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
     families = parts.every(len(fit), fit, number + 4) if mesh else fit  # a delta rule, a plain one
-    sources = {
-        name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16, **(TWO_LAYERS if "qwen3_5" in name else {}))
-        for name in families
-    }
+    few = {name: tiny.TWO_LAYERS if "qwen3_5" in name else {} for name in families}
+    sources = {name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16, **few[name]) for name in families}
     wait = [(at + number // 2) % 2 == 0 for at in range(len(families))]
     acts: dict[str, Any] = {}
     for at, name in enumerate(families):
@@ -319,7 +316,7 @@ KINDS: list[tuple[dict[str, int], list[str]]] = [
 @pytest.mark.parametrize(("mesh", "chosen"), KINDS, ids=str)
 def test_every_option_resumes(tmp_path: Path, mesh: dict[str, int], chosen: list[str]) -> None:
     """Pieces of 3 ranks are uneven, some are empty."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", dtype=torch.bfloat16, **TWO_LAYERS, num_experts=4)
+    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", dtype=torch.bfloat16, **tiny.TWO_LAYERS, num_experts=4)
     cases = {case: functools.partial(with_options, source, tmp_path / case, case, mesh) for case in chosen}
     for case, ranks in worlds.in_turn(world_of(mesh), cases).items():
         for uninterrupted, resumed_ in ranks:
@@ -338,7 +335,7 @@ def on_another_mesh(source: Path, out: Path, mesh: Mapping[str, int], save: bool
 
 
 def test_training_continues_on_another_mesh(tmp_path: Path) -> None:
-    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", **TWO_LAYERS, num_experts=4)
+    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", **tiny.TWO_LAYERS, num_experts=4)
     [one] = worlds.run(1, on_another_mesh, source, tmp_path / "run", {}, True)
     meshes: list[dict[str, int]] = [dict(tp=2), dict(fsdp=2, ep=2), dict(cp=2), dict(pp=2)]
     tried = parts.every(4, meshes, 1)

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 import meshwright as mw
 from meshwright.cli import main
 from tests import tiny, worlds
-from tests.test_checkpoint import TWO_LAYERS, bytes_of, engine_of, same, state_of, train
+from tests.test_checkpoint import bytes_of, engine_of, same, state_of, train
 from tests.words import words
 
 FAMILY = "qwen3_5_moe"  # with tensors that are not trained, float32 parameters, fused and segmented keys
 
 
-FEW: dict[str, Any] = {**TWO_LAYERS, "num_experts": 4}
+FEW: dict[str, Any] = {**tiny.TWO_LAYERS, "num_experts": 4}
 
 
 def saved(source: Path, at: Path) -> Any:

@@ -23,7 +23,6 @@ from meshwright.weights import directory, output_dir, writer
 from meshwright.weights.output_dir import Target, atomic_directory, check_target
 from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
-from tests.test_checkpoint import TWO_LAYERS
 from tests.trials import error_of
 from tests.words import words
 
@@ -425,7 +424,7 @@ def test_columns_are_exchanged_in_windows(
 ) -> None:
     """Smaller than a row, on a mesh that divides nothing evenly."""
     monkeypatch.setattr(writer, "_WINDOW_BYTES", 100)
-    few = {**TWO_LAYERS, "num_experts": 4} if family == "qwen3_5_moe" else {}
+    few = {**tiny.TWO_LAYERS, "num_experts": 4} if family == "qwen3_5_moe" else {}
     source, out = tiny.directory(tmp_path / "m", family, **few), tmp_path / "out"
     worlds.run(trials.world_of(mesh), lambda: mw.export(mw.load(source, trials.mesh_of(mesh)), out))
     assert bytes_of(out) == bytes_of(source)

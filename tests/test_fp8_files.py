@@ -33,9 +33,7 @@ KEY, DOWN = "model.layers.0.mlp.down_proj.weight", "layers.0.mlp.down.weight"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     at = tmp_path_factory.mktemp("fp8")
-    few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    changes = lambda family: {k: few[k] for k in few.keys() & tiny.ODD[family].keys() if not parts.ALL}  # noqa: E731
-    plain = functools.cache(lambda family: tiny.directory(at / family, family, **changes(family)))
+    plain = functools.cache(lambda family: tiny.directory(at / family, family, **tiny.two_layers(family)))
     return functools.cache(
         lambda family, form: quantised.directory(plain(family), at / f"{family}, {form}", FORMATS[form])
     )

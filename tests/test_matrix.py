@@ -1,5 +1,6 @@
 """A few runs of the full matrix (`make matrix`) on up to 4 ranks, in which any two options meet in all of their values.
-MESHWRIGHT_ALL=1 also pairs axes of size 4 with all options, and axes of size 8 with each other.
+An axis of size 4 is tried only with ep=4. MESHWRIGHT_ALL=1 pairs axes of size 4 with all options, and axes of size 8
+with each other.
 
 Pairs that meet in tests/test_meshes.py are left out: it has more oracles. Of its families with experts only pairs of
 axes count, since routers of this file also train by an aux loss.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -78,12 +78,6 @@ BFLOAT16 = [
 ]
 
 
-def layers(name: str) -> dict[str, Any]:
-    """Return two layers of different kinds, which `make matrix` has between others too."""
-    few = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], ple_layer_ids=[1])
-    return {} if parts.ALL else {key: few[key] for key in few.keys() & tiny.ODD[name].keys()}
-
-
 Findings = Callable[[Case], list[Finding]]
 
 
@@ -103,7 +97,8 @@ def findings(sources: dict[str, Path], group: Sequence[Case]) -> dict[Case, list
 def findings_of(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     at, cases = tmp_path_factory.mktemp("sources"), [*CASES, *FLOAT32, *BFLOAT16]
     sources = {
-        name: tiny.directory(at / name, name, dtype=torch.bfloat16, **layers(name)) for name in {c.name for c in cases}
+        name: tiny.directory(at / name, name, dtype=torch.bfloat16, **tiny.two_layers(name))
+        for name in {c.name for c in cases}
     }
     return worlds.shared({case: (case.mesh, case.dtype) for case in cases}, partial(findings, sources))
 

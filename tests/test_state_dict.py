@@ -23,7 +23,7 @@ from meshwright.engine import engine_state
 from meshwright.engine.asleep import Asleep
 from meshwright.recipe import Lora
 from tests import parts, tiny, worlds
-from tests.test_checkpoint import FAMILIES, TWO_LAYERS, engine_of, train, world_of
+from tests.test_checkpoint import FAMILIES, engine_of, train, world_of
 from tests.test_checkpoint_broken import error_of
 from tests.words import words
 
@@ -146,7 +146,7 @@ def test_the_router_goes_on(tmp_path: Path) -> None:
     """Counters and the router's load of the step before (what others call extra state) come back with the rest. An
     asynchronous save is of its moment."""
     aux = dict(output_router_logits=True, router_aux_loss_coef=0.5)
-    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", **TWO_LAYERS, **aux)
+    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", **tiny.TWO_LAYERS, **aux)
     acts = {resume: functools.partial(previous, source, tmp_path, resume) for resume in (False, True)}
     results = worlds.in_turn(2, acts)
     assert results[False] == results[True]

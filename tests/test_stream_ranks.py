@@ -28,7 +28,6 @@ from meshwright.weights.shards import file_boxes
 from meshwright.weights.streaming import Overlap
 from meshwright.weights.writer import whole_rows
 from tests import parts, quantised, seeing, tiny, worlds
-from tests.test_checkpoint import TWO_LAYERS
 from tests.trials import Act, error_of, feed, mesh_of, named, said_by_all, world_of
 
 # The family of each mesh: tied embeddings on both stages of a pipeline, uneven owners (36 rows over 4 or 8 ranks).
@@ -45,7 +44,7 @@ IDS = [f"{family}, {named(mesh)}" for family, mesh in MESHES]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Any:
     at = tmp_path_factory.mktemp("stream")
-    few = {} if parts.ALL else {"qwen3_5_moe": {**TWO_LAYERS, "num_experts": 4}}
+    few = {} if parts.ALL else {"qwen3_5_moe": {**tiny.TWO_LAYERS, "num_experts": 4}}
     return functools.cache(
         lambda family: tiny.directory(at / family, family, dtype=torch.bfloat16, **few.get(family, {}))
     )

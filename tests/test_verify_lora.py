@@ -119,12 +119,12 @@ def _resumed(tried: Trial) -> dict[int | None, list[str]]:
     """Run one process and resume its checkpoint without each part of its state. Return the keys of E3's findings."""
     reference = run_reference(tried)
     examine(tried, reference, Mesh(device="cpu"), None)
-    found: dict[int | None, list[str]] = {}
+    reported: dict[int | None, list[str]] = {}
     for forgets in (0, 1, None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adapters, "resume", functools.partial(_forgetful, adapters.resume, forgets))
-            found[forgets] = [finding.name for finding in adapters.e3_resume(tried, reference, Notes())]
-    return found
+            reported[forgets] = [finding.name for finding in adapters.e3_resume(tried, reference, Notes())]
+    return reported
 
 
 def _forgetful(resume: Any, forgets: int | None, engine: Engine, at: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_resumed_run_has_the_state_of_its_optimizer(tmp_path: Path) -> None:
     tried = trials.changed(
         trials.trial(source, {}), lora=Lora(rank=3, b_std=0.1), keeps_all=True, checkpoint=tmp_path / "checkpoint"
     )
-    [found] = worlds.run(1, _resumed, tried)
-    assert {forgets: bool(keys) for forgets, keys in found.items()} == {0: True, 1: True, None: False}
-    assert all(".lora_" in key for keys in found.values() for key in keys)
+    [reported] = worlds.run(1, _resumed, tried)
+    assert {forgets: bool(keys) for forgets, keys in reported.items()} == {0: True, 1: True, None: False}
+    assert all(".lora_" in key for keys in reported.values() for key in keys)
 
 
 def test_a_head_may_be_trained_too(tmp_path: Path) -> None:

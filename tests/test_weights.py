@@ -20,7 +20,6 @@ from meshwright.errors import RankError
 from meshwright.verify import Recorder
 from meshwright.weights import open_source, raw_tensor
 from tests import parts, tiny, trials, worlds
-from tests.test_checkpoint import TWO_LAYERS
 from tests.words import words
 
 MESHES = trials.MESHES if parts.ALL else [dict(), dict(fsdp=2), dict(tp=4)]
@@ -165,7 +164,7 @@ def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
 
 def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
     """A sharded source with an index, names of its own, mtp tensors that we do not train, and a tokenizer."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **tiny.TWO_LAYERS)
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     extra = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.count": torch.tensor(7), "mtp.none": torch.zeros(0, 4)}
@@ -205,7 +204,7 @@ def _append(path: Path, extra: dict[str, tuple[str, list[int], bytes]]) -> None:
 
 def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
     """Integers, flags, scalars, empty tensors, float8 and what torch has no dtype for: byte for byte."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **tiny.TWO_LAYERS)
     extra = {f"mtp.{d}": (d, [2, 4], bytes(range(7, 7 + bits))) for d, bits in CARRIED.items()}
     extra |= {f"mtp.{d}.empty": (d, [3, 0], b"") for d in CARRIED}
     extra |= {f"mtp.{d}.scalar": (d, [], b"\x01" * (bits // 8)) for d, bits in CARRIED.items() if bits % 8 == 0}
@@ -221,7 +220,7 @@ def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", parts.every(2, [dict(tp=2), {}]), ids=trials.named)
 def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
     """One parameter of ours may have two: gate in bfloat16, up in float32."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **TWO_LAYERS)
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16, **tiny.TWO_LAYERS)
     kinds = [torch.float32, torch.bfloat16, torch.float16]
     changed(source, lambda t: t.update({k: v.to(kinds[i % 3]) for i, (k, v) in enumerate(sorted(t.items()))}))
     assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
@@ -235,7 +234,7 @@ def _keys(directory: Path) -> dict[str, tuple[torch.dtype, bytes]]:
 
 def conditional(at: Path, name: str) -> Path:
     """A source of conditional generation: text under `model.language_model.`, a tower and only some of the mtp."""
-    few = {**TWO_LAYERS, **(FEW if "moe" in name else {})}
+    few = {**tiny.TWO_LAYERS, **(FEW if "moe" in name else {})}
     source = tiny.directory(at, name, dtype=torch.bfloat16, **few)
     text = json.loads((source / "config.json").read_text())
     config = {"model_type": text["model_type"].removesuffix("_text"), "text_config": {**text, "mtp_num_layers": 1}}
@@ -287,7 +286,7 @@ def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", *(["qwen3_moe", "qwen3_5"] if parts.ALL else [])])
 def test_init_does_not_depend_on_the_mesh(tmp_path: Path, name: str) -> None:
-    source = tiny.directory(tmp_path / "m", name, **({} if parts.ALL else {**TWO_LAYERS, **FEW}))
+    source = tiny.directory(tmp_path / "m", name, **({} if parts.ALL else {**tiny.TWO_LAYERS, **FEW}))
     (source / "model.safetensors").unlink()
     one = worlds.run(1, initialised, source, {})[0]
     meshes = {str(mesh): mesh for mesh in (dict(tp=2), dict(fsdp=2), dict(replicate=2))}

@@ -71,11 +71,18 @@ ALIGNED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+TWO_LAYERS: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+_FEW = {**TWO_LAYERS, "ple_layer_ids": [1]}
+
+
+def two_layers(family: str) -> dict[str, Any]:
+    """Return the changes that leave two layers, one of each kind, in `make test`; none in `make matrix`."""
+    return {} if parts.ALL else {name: value for name, value in _FEW.items() if name in ODD[family]}
+
+
 def in_blocks(name: str) -> dict[str, Any]:
     """Return the half of those layers that `make test` needs: one of each kind, with experts for two ranks of tp."""
-    few: dict[str, Any] = dict(
-        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], ple_layer_ids=[1]
-    )
+    few = {**_FEW}
     if name == "qwen3_5_moe":
         few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
     if name in ("qwen3", "qwen3_5", "qwen3_5_moe"):  # their other sides have several blocks
